@@ -1,0 +1,102 @@
+"""The ``"tile_overlap"`` block of ds_config: what may stand there, and the one place that states limits."""
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import ConfigDict, Field, ValidationError
+
+BLOCK = "tile_overlap"
+# Options that only the overlap backend reads.
+OVERLAP_OPTIONS = ("comm_sms", "bands_per_segment", "owner_alignment", "overlap_dispatch", "overlap_backward")
+
+
+class ConfigError(ValueError):
+    """The ``tile_overlap`` block is wrong; the message lists every fault with name, value and what is allowed."""
+
+
+class TileOverlapConfig(DeepSpeedConfigModel):
+    """Options of the ``tile_overlap`` block. A field's description is what an error message says is expected."""
+
+    model_config = ConfigDict(strict=True)
+
+    enabled: bool = Field(False, description="true or false")
+    """Run the MoE layers of the model on this package. ``false`` leaves every layer as DeepSpeed made it."""
+
+    backend: Literal["auto", "overlap", "sequential", "reference"] = Field(
+        "auto",
+        description="'auto', 'sequential' or 'reference' ('overlap', the tile-signalled kernels, is not in this version)")
+    """How exchanges and expert GEMMs run. ``auto`` picks the fastest one that the whole expert-parallel group can run."""
+
+    comm_sms: Annotated[int, Field(ge=2, le=64, multiple_of=2)] | Literal["auto"] = Field(
+        "auto", description="'auto' or an even number of SMs, 2 to 64")
+    """SMs that the overlap backend gives to communication."""
+
+    bands_per_segment: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
+        "auto", description="'auto' or an integer, 1 to 64")
+    """Row bands (GEMM tile height x full width) that the overlap backend merges into one transfer."""
+
+    owner_alignment: Literal["auto", "tile", "packed"] = Field("auto", description="'auto', 'tile' or 'packed'")
+    """Whether an owner's rows start at a tile boundary (zero-padded) or anywhere."""
+
+    overlap_dispatch: bool = Field(True, description="true or false")
+    """Overlap the dispatch with the gate/up projections."""
+
+    overlap_backward: bool = Field(True, description="true or false")
+    """Overlap both exchanges of the backward pass."""
+
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="a number of seconds above 0, or null for the process group's own time-out")
+    """How long a rank waits for the others before it raises an error that names the missing ones."""
+
+
+def _expected(name: str) -> str:
+    field = TileOverlapConfig.model_fields.get(name)
+    return field.description if field else "one of " + ", ".join(TileOverlapConfig.model_fields)
+
+
+def _conflicts(block: dict[str, Any], faulty: set[str]) -> list[str]:
+    """Faults of options that are each valid but do not go together."""
+    lines = []
+    backend = block.get("backend", "auto")
+    if backend == "overlap":
+        lines.append(f"{BLOCK}.backend: got 'overlap', expected {_expected('backend')}")
+    if backend in ("sequential", "reference"):
+        for name in OVERLAP_OPTIONS:
+            if name in block and name not in faulty:
+                lines.append(f"{BLOCK}.{name}: got {block[name]!r} together with backend {backend!r}, "
+                             "expected backend 'auto' (only the overlap backend reads this option)")
+    return lines
+
+
+def parse(ds_config: dict[str, Any]) -> TileOverlapConfig | None:
+    """Reads the ``tile_overlap`` block of a ds_config dictionary.
+
+    Args:
+        ds_config: the whole DeepSpeed configuration.
+
+    Returns:
+        The options, or ``None`` where the block is absent.
+
+    Raises:
+        ConfigError: lists every unknown key, wrong type, value out of range and impossible combination at once.
+    """
+    if BLOCK not in ds_config:
+        return None
+    block = ds_config[BLOCK]
+    if not isinstance(block, dict):
+        raise ConfigError(f"ds_config: {BLOCK}: got {block!r}, expected an object like {{\"enabled\": true}}")
+    lines: dict[str, str] = {}
+    config = None
+    try:
+        config = TileOverlapConfig(strict=True, **block)
+    except ValidationError as error:
+        for fault in error.errors():
+            name = str(fault["loc"][0])
+            problem = "an unknown option, " if name not in TileOverlapConfig.model_fields else ""
+            lines[name] = f"{BLOCK}.{name}: got {problem}{block.get(name)!r}, expected {_expected(name)}"
+    faults = list(lines.values()) + _conflicts(block, set(lines))
+    if faults:
+        raise ConfigError("ds_config: " + "; ".join(faults) if len(faults) == 1 else
+                          f"ds_config has {len(faults)} faults:\n  " + "\n  ".join(faults))
+    return config

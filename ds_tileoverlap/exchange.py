@@ -1,0 +1,174 @@
+"""Transport between the ranks of one expert-parallel group. It knows nothing of tokens, experts or GEMMs."""
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from deepspeed import comm as dist
+from torch.distributed import PrefixStore, distributed_c10d
+
+# After a failed exchange: how long a rank waits for the others to report, so that the error can name who did not.
+ROLL_CALL_S = 5.0
+# The host stops waiting this long before the group's limit, at which NCCL's watchdog ends the process without a name.
+WATCHDOG_MARGIN_S = 2.0
+# How often the waiting host looks at the device, seconds.
+POLL_S = 20e-6
+
+
+class PeerError(RuntimeError):
+    """Ranks of the expert-parallel group did not take part in an exchange; the message names them."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The expert-parallel group as one MoE layer on one rank sees it.
+
+    Attributes:
+        group: the process group, ``None`` where ``size`` is 1.
+        rank: this rank's place in the group.
+        ranks: the group's global ranks, by place.
+        timeout_s: how long the host waits for the others, seconds.
+        layer: the layer's name in the model, for messages.
+    """
+
+    group: torch.distributed.ProcessGroup | None
+    rank: int
+    ranks: tuple[int, ...]
+    timeout_s: float
+    layer: str
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def peers_of(group: torch.distributed.ProcessGroup | None, device: torch.device, timeout_s: float | None,
+             layer: str) -> Peers:
+    """The :class:`Peers` of a process group.
+
+    Args:
+        group: the expert-parallel group; ``None`` or a group of one needs no exchange.
+        device: where the exchanged tensors live; its backend's time-out is the group's own.
+        timeout_s: the limit asked for, seconds. One below the group's own has no effect, a longer one extends it.
+        layer: the layer's name, for messages.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return Peers(None, 0, (0, ), 0.0, layer)
+    own_s = group._get_backend(device).options._timeout.total_seconds()
+    if timeout_s is not None and timeout_s > own_s:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        own_s = timeout_s
+    return Peers(group, dist.get_rank(group), tuple(dist.get_all_ranks_from_group(group)), own_s, layer)
+
+
+def all_gather_counts(counts: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """Every rank's row of counts.
+
+    Args:
+        counts: [n] int32, the same n on every rank.
+
+    Returns:
+        [W, n] int32, by place in the group, on the device of ``counts``.
+
+    Raises:
+        PeerError: a rank did not take part.
+    """
+    if peers.size == 1:
+        return counts.unsqueeze(0)
+    gathered = counts.new_empty(peers.size * counts.numel())
+    with _naming_the_missing(peers, "layout"):
+        dist.all_gather_into_tensor(gathered, counts, group=peers.group)
+    return gathered.view(peers.size, counts.numel())
+
+
+def all_to_all_rows(rows: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], peers: Peers,
+                    stage: str) -> torch.Tensor:
+    """Sends each destination its run of rows.
+
+    Args:
+        rows: [S, width], grouped by destination, contiguous.
+        send_splits: rows for each rank, sum S.
+        recv_splits: rows from each rank.
+        stage: the pipeline stage that asks, for messages.
+
+    Returns:
+        [sum(recv_splits), width], grouped by source.
+
+    Raises:
+        PeerError: a rank did not take part.
+    """
+    if peers.size == 1:
+        return rows
+    received = rows.new_empty(sum(recv_splits), rows.shape[1])
+    with _naming_the_missing(peers, stage):
+        dist.all_to_all_single(received, rows, list(recv_splits), list(send_splits), group=peers.group)
+    return received
+
+
+class HostCopy:
+    """A device tensor on its way to the host: started here, waited for where the values are first needed."""
+
+    def __init__(self, tensor: torch.Tensor, peers: Peers):
+        self._peers = peers
+        self._ready = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def wait(self) -> torch.Tensor:
+        """The values, on the host.
+
+        Raises:
+            PeerError: the group's limit passed before the values came.
+        """
+        if self._ready is None:
+            return self._host
+        if self._peers.size == 1:
+            self._ready.synchronize()
+            return self._host
+        with _naming_the_missing(self._peers, "layout"):
+            deadline = time.monotonic() + self._peers.timeout_s - WATCHDOG_MARGIN_S
+            while not self._ready.query():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"nothing came within {self._peers.timeout_s - WATCHDOG_MARGIN_S:.0f} s")
+                time.sleep(POLL_S)
+        return self._host
+
+
+@contextmanager
+def _naming_the_missing(peers: Peers, stage: str) -> Iterator[None]:
+    """Turns a failed exchange into a :class:`PeerError` that says which ranks were not there."""
+    try:
+        yield
+    except RuntimeError as error:
+        missing = _roll_call(peers, stage)
+        who = f"ranks {missing} did not take part" if missing else "every rank was there, yet the exchange failed"
+        raise PeerError(f"tile_overlap: exchange of stage '{stage}' in layer '{peers.layer}' failed on rank "
+                        f"{peers.ranks[peers.rank]}: of the expert-parallel ranks {list(peers.ranks)}, {who}. "
+                        f"Look at the log of those ranks first. The exchange said: {error}") from error
+
+
+def _roll_call(peers: Peers, stage: str) -> list[int]:
+    """Global ranks of the group that do not report within :data:`ROLL_CALL_S` that they failed in this exchange too."""
+    missing = []
+    try:
+        store = PrefixStore(f"tile_overlap/{peers.layer}/{stage}/{peers.ranks}", distributed_c10d._get_default_store())
+        store.set(str(peers.rank), "waiting")
+        deadline = time.monotonic() + ROLL_CALL_S
+        for place, rank in enumerate(peers.ranks):
+            left_s = max(deadline - time.monotonic(), 0.05)
+            try:
+                store.wait([str(place)], timedelta(seconds=left_s))
+            except RuntimeError:
+                missing.append(rank)
+    except RuntimeError:
+        # The rendezvous store lives in the process of rank 0: when it is gone, so is that rank.
+        return [0]
+    return missing

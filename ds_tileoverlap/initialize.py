@@ -1,0 +1,86 @@
+"""Ways in: convert a model's MoE modules when ds_config says so, at ``initialize`` or without any code change."""
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.moe import layer as deepspeed_layer
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import log_dist
+
+from .config import BLOCK, TileOverlapConfig, parse
+from .layer import MoE, TileMOELayer, adopt, refusal, release
+
+_deepspeed_initialize = deepspeed.initialize
+
+
+@functools.wraps(_deepspeed_initialize)
+def initialize(*args: Any, **kwargs: Any):
+    """``deepspeed.initialize``, which also runs the model's MoE layers on this package if ds_config says so.
+
+    Same arguments and results. With a ``"tile_overlap"`` block whose ``enabled`` is true every
+    ``deepspeed.moe.layer.MoE`` of the model is converted in place; with ``enabled`` false each one runs as DeepSpeed
+    made it; without the block, layers built with :class:`ds_tileoverlap.MoE` run on this package, others do not.
+
+    Raises:
+        ConfigError: the block is wrong; lists every fault.
+        ValueError: a MoE layer is of a kind that cannot be converted; lists every such layer.
+    """
+    call = inspect.signature(_deepspeed_initialize).bind(*args, **kwargs).arguments
+    model, ds_config = call.get("model"), _ds_config(call)
+    if model is not None and ds_config is not None:
+        configure(model, ds_config)
+    return _deepspeed_initialize(*args, **kwargs)
+
+
+def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
+    """Applies the ``tile_overlap`` block of ``ds_config`` to the MoE layers of ``model``, in place.
+
+    Parameters keep their identity, order and names, so an optimizer may exist already. Safe to call again.
+
+    Returns:
+        The number of layers that run on this package.
+
+    Raises:
+        ConfigError, ValueError: see :func:`initialize`. The model is then unchanged.
+    """
+    config = parse(ds_config)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, deepspeed_layer.MoE)}
+    if config is None:
+        config, layers = TileOverlapConfig(enabled=True), {n: m for n, m in layers.items() if isinstance(m, MoE)}
+    if not config.enabled:
+        if any(type(layer.deepspeed_moe) is TileMOELayer for layer in layers.values()):
+            log_dist(f"tile_overlap: off by {BLOCK}.enabled; {len(layers)} MoE layers run as DeepSpeed's own", [0])
+        for layer in layers.values():
+            release(layer)
+        return 0
+    reasons = [f"'{name}': {reason}" for name, layer in layers.items() if (reason := refusal(layer))]
+    if reasons:
+        raise ValueError("tile_overlap cannot run these MoE layers:\n  " + "\n  ".join(reasons))
+    for name, layer in layers.items():
+        adopt(layer, config, name)
+    if layers:
+        log_dist(f"tile_overlap: {len(layers)} MoE layers on backend {_chosen(config)}", [0])
+    return len(layers)
+
+
+def install() -> None:
+    """Makes ``deepspeed.initialize`` this module's :func:`initialize`, for programs that call it by that name."""
+    deepspeed.initialize = initialize
+
+
+def _chosen(config: TileOverlapConfig) -> str:
+    if config.backend == "auto":
+        return "'sequential' (auto: the only one in this version that runs grouped GEMMs)"
+    return f"'{config.backend}' (as configured)"
+
+
+def _ds_config(call: dict[str, Any]) -> dict[str, Any] | None:
+    """The configuration that ``deepspeed.initialize`` will use, from wherever it may stand."""
+    config = call.get("config") or call.get("config_params")
+    config = config or getattr(call.get("args"), "deepspeed_config", None) or getattr(
+        call.get("args"), "deepscale_config", None)
+    return config if config is None or isinstance(config, dict) else load_ds_config(config)

@@ -1,0 +1,224 @@
+"""The MoE layer: DeepSpeed's class, parameters and process groups, with this package's forward."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe import layer as deepspeed_layer
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.mappings import drop_tokens, gather_tokens
+from deepspeed.moe.sharded_moe import (FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, TOPK_GATE_TIMER,
+                                       MOELayer, TopKGate)
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch import nn
+
+from . import reference, sequential
+from .config import TileOverlapConfig
+from .exchange import Peers, peers_of
+from .expert_form import ExpertForm, FormCache
+from .layout import layout
+from .route import Routes, route
+
+_BACKENDS = {"auto": sequential, "sequential": sequential, "reference": reference}
+
+
+class MoE(deepspeed_layer.MoE):
+    """``deepspeed.moe.layer.MoE`` whose routed part runs on this package.
+
+    Constructor, parameters, state-dict keys, process groups and ``forward(hidden_states, used_token=None) ->
+    (output, l_aux, exp_counts)`` are those of DeepSpeed; see its docstring for the arguments. Differences: with
+    ``drop_tokens=False`` nothing is padded to a capacity, ranks may bring different numbers of tokens, and ``k`` is any
+    number from 1 to ``num_experts``. ``use_tutel`` is accepted and has no effect.
+
+    Raises:
+        ValueError: lists every argument that cannot be supported, its value and what is allowed.
+    """
+
+    def __init__(self,
+                 hidden_size: int,
+                 expert: nn.Module,
+                 num_experts: int = 1,
+                 ep_size: int = 1,
+                 k: int = 1,
+                 capacity_factor: float = 1.0,
+                 eval_capacity_factor: float = 1.0,
+                 min_capacity: int = 4,
+                 use_residual: bool = False,
+                 noisy_gate_policy: str | None = None,
+                 drop_tokens: bool = True,
+                 use_rts: bool = True,
+                 use_tutel: bool = False,
+                 enable_expert_tensor_parallelism: bool = False,
+                 top2_2nd_expert_sampling: bool = True) -> None:
+        _check_arguments(hidden_size, num_experts, ep_size, k)
+        super().__init__(hidden_size, expert, num_experts, ep_size, k, capacity_factor, eval_capacity_factor,
+                         min_capacity, use_residual, noisy_gate_policy, drop_tokens, use_rts, use_tutel,
+                         enable_expert_tensor_parallelism, top2_2nd_expert_sampling)
+        adopt(self, TileOverlapConfig(enabled=True), name=type(self).__name__)
+
+
+class TileMOELayer(MOELayer):
+    """``MOELayer`` with the staged forward; an existing instance becomes one through :func:`adopt`."""
+
+    tile_overlap: LayerRuntime
+
+    def forward(self, *inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Routes, computes and combines: hidden states [..., H] (and the ``used_token`` mask) -> [..., H]."""
+        hidden_states, used_token = (*inputs, None)[:2]
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        run = self.tile_overlap
+        form = run.forms.form_of(self.experts.deepspeed_experts)
+        peers = run.peers(self.ep_group, x.device)
+        _check_dtype(x, form, self)
+
+        with self._stage("moe", MOE_TIMER, self, "time_moe"):
+            with self._stage("route", TOPK_GATE_TIMER, self.gate, "gate_time"):
+                routes = route(x, self.gate, used_token)
+            self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
+            x, routes, num_tokens = _own_share(x, routes)
+            with self._stage("layout"):
+                plan = layout(routes, self.ep_size * self.num_local_experts, peers)
+            with self._stage("dispatch", FIRST_ALLTOALL_TIMER, self, "time_falltoall"):
+                rows, row_weights = run.backend.dispatch(x, routes.weights, plan)
+            with self._stage("expert_gemm"):
+                rows = run.backend.run_experts(rows, row_weights, self.experts.deepspeed_experts, form, plan)
+            with self._stage("combine", SECOND_ALLTOALL_TIMER, self, "time_salltoall"):
+                output = run.backend.combine(rows, plan)
+            output = _all_shares(output, num_tokens)
+        return output.reshape(hidden_states.shape)
+
+    def _set_ep_group(self, ep_group: torch.distributed.ProcessGroup) -> None:
+        super()._set_ep_group(ep_group)
+        self._tag_parameters()
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._tag_parameters()
+
+    def _tag_parameters(self) -> None:
+        """Marks every expert parameter as upstream does; copies and parameters added since have no marks."""
+        for parameter in self.experts.parameters():
+            parameter.allreduce = False
+            parameter.group_name = self.ep_group_name
+
+    @contextmanager
+    def _stage(self, name: str, timer: str | None = None, owner: nn.Module | None = None,
+               attribute: str = "") -> Iterator[None]:
+        """A named range for profilers and, under ``wall_clock_breakdown``, the timer that DeepSpeed's engine reads."""
+        timed = timer is not None and owner.wall_clock_breakdown
+        get_accelerator().range_push(name)
+        if timed:
+            owner.timers(timer).start()
+        try:
+            yield
+        finally:
+            if timed:
+                owner.timers(timer).stop()
+                setattr(owner, attribute, owner.timers(timer).elapsed(reset=False))
+            get_accelerator().range_pop()
+
+
+class LayerRuntime:
+    """What a converted layer holds besides its modules.
+
+    Attributes:
+        config: the options of the ``tile_overlap`` block.
+        name: the layer's name in the model.
+        backend: the module whose ``dispatch``, ``run_experts`` and ``combine`` the forward calls.
+        forms: finds out what kind of module the experts are.
+    """
+
+    def __init__(self, config: TileOverlapConfig, name: str):
+        self.config = config
+        self.name = name
+        self.forms = FormCache()
+        self._peers: Peers | None = None
+
+    @property
+    def backend(self):
+        return _BACKENDS[self.config.backend]
+
+    def peers(self, group: torch.distributed.ProcessGroup | None, device: torch.device) -> Peers:
+        if self._peers is None or self._peers.group is not group:
+            self._peers = peers_of(group, device, self.config.timeout_s, self.name)
+        return self._peers
+
+    def __deepcopy__(self, memo: dict) -> LayerRuntime:
+        return LayerRuntime(self.config, self.name)
+
+
+def refusal(moe: deepspeed_layer.MoE) -> str | None:
+    """Why the layer cannot be converted; ``None`` where it can."""
+    inner = moe.deepspeed_moe
+    if type(inner) not in (MOELayer, TileMOELayer):
+        return f"deepspeed_moe: got {type(inner).__qualname__}, expected {MOELayer.__qualname__}"
+    if type(inner.experts) is not Experts:
+        return f"deepspeed_moe.experts: got {type(inner.experts).__qualname__}, expected {Experts.__qualname__}"
+    if not isinstance(inner.gate, TopKGate):
+        return f"deepspeed_moe.gate: got {type(inner.gate).__qualname__}, expected a {TopKGate.__qualname__}"
+    return None
+
+
+def adopt(moe: deepspeed_layer.MoE, config: TileOverlapConfig, name: str) -> None:
+    """Makes a MoE module of DeepSpeed run on this package, in place: same modules, parameters, names and groups.
+
+    Raises:
+        ValueError: the module is of a kind that this package does not know.
+    """
+    if reason := refusal(moe):
+        raise ValueError(f"tile_overlap cannot run MoE layer '{name}': {reason}")
+    moe.deepspeed_moe.__class__ = TileMOELayer
+    moe.deepspeed_moe.tile_overlap = LayerRuntime(config, name)
+
+
+def release(moe: deepspeed_layer.MoE) -> None:
+    """Undoes :func:`adopt`."""
+    if type(moe.deepspeed_moe) is TileMOELayer:
+        del moe.deepspeed_moe.tile_overlap
+        moe.deepspeed_moe.__class__ = MOELayer
+
+
+def _check_arguments(hidden_size: int, num_experts: int, ep_size: int, k: int) -> None:
+    faults = [f"{name}: got {value!r}, expected an integer of at least 1"
+              for name, value in (("hidden_size", hidden_size), ("num_experts", num_experts), ("ep_size", ep_size))
+              if not isinstance(value, int) or value < 1]
+    if not isinstance(k, int) or not 1 <= k <= max(num_experts if isinstance(num_experts, int) else 1, 1):
+        faults.append(f"k: got {k!r}, expected an integer from 1 to num_experts = {num_experts!r}")
+    if faults:
+        raise ValueError("MoE layer: " + "; ".join(faults))
+
+
+def _check_dtype(x: torch.Tensor, form: ExpertForm | None, layer: TileMOELayer) -> None:
+    """Refuses what the experts' first GEMM would refuse, before any rank waits in an exchange."""
+    if form is None or torch.is_autocast_enabled(x.device.type):
+        return
+    dtype = next(layer.experts.parameters()).dtype
+    if x.dtype != dtype:
+        raise RuntimeError(f"MoE layer '{layer.tile_overlap.name}': hidden_states: got {x.dtype}, expected {dtype} as "
+                           "the experts' parameters are (cast the input, or use autocast)")
+
+
+def _own_share(x: torch.Tensor, routes: Routes) -> tuple[torch.Tensor, Routes, int | None]:
+    """This tensor-parallel rank's share of tokens that all of them hold; everything where experts are sharded too.
+
+    Sharded experts need every token on each of their shards, which then belong to different expert-parallel groups.
+    """
+    size = bwc_tensor_model_parallel_world_size(groups.mpu)
+    if size == 1 or groups._get_expert_model_parallel_world_size() > 1:
+        return x, routes, None
+    num_tokens = x.shape[0]
+    pad = -num_tokens % size
+    experts = F.pad(routes.experts, (0, 0, 0, pad), value=-1)
+    share = Routes(drop_tokens(experts).contiguous(), drop_tokens(F.pad(routes.weights, (0, 0, 0, pad))),
+                   routes.l_aux, routes.exp_counts)
+    return drop_tokens(F.pad(x, (0, 0, 0, pad))), share, num_tokens
+
+
+def _all_shares(output: torch.Tensor, num_tokens: int | None) -> torch.Tensor:
+    """The outputs of all tokens from every tensor-parallel rank's share; undoes :func:`_own_share`."""
+    return output if num_tokens is None else gather_tokens(output)[:num_tokens]

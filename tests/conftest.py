@@ -1,0 +1,44 @@
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Before triton is imported: its kernels then run on CPU tensors, where a test asks for them.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+from ranks import Ranks  # noqa: E402
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu(count): needs that many CUDA GPUs")
+
+
+def pytest_collection_modifyitems(items):
+    found = torch.cuda.device_count()
+    for item in items:
+        if marker := item.get_closest_marker("gpu"):
+            needed = marker.args[0] if marker.args else 1
+            if found < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {found}"))
+
+
+def _pool(world_size, device="cpu"):
+    ranks = Ranks(world_size, device)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
+def two_gpus():
+    yield from _pool(2, "cuda")
