@@ -12,6 +12,7 @@ stage and into backward. ``sequential.py`` and ``reference.py`` are two sets of 
 Importing the package makes ``deepspeed.initialize`` read the ``"tile_overlap"`` block of ds_config. Without that block
 and without :class:`MoE` nothing changes.
 """
+
 from . import versions
 
 versions.check()

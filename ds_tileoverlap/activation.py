@@ -3,10 +3,11 @@
 Scaling the hidden row instead of the expert's output gives the same sum, lets rows be added up without weights on their
 way home, and gives the router's gradient, <d_hidden, hidden>, without keeping the expert's output.
 """
+
 from __future__ import annotations
 
 import math
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -41,15 +42,32 @@ def weighted_hidden(gate: torch.Tensor | None, up: torch.Tensor, row_weights: to
     if kernels.use_triton(up):
         if hidden.numel():
             grid, block = _launch(num_rows, width)
-            _weighted_hidden_kernel[grid](gate if gate is not None else up, up, row_weights, hidden, num_rows, width,
-                                          up.stride(0), ACT=act, GATED=gate is not None, **block)
+            _weighted_hidden_kernel[grid](
+                gate if gate is not None else up,
+                up,
+                row_weights,
+                hidden,
+                num_rows,
+                width,
+                up.stride(0),
+                ACT=act,
+                GATED=gate is not None,
+                **block,
+            )
         return hidden
     return hidden.copy_(row_weights.unsqueeze(1) * _hidden(gate, up, act))
 
 
-def hidden_backward(gate: torch.Tensor | None, up: torch.Tensor, row_weights: torch.Tensor, act: str,
-                    grad_weighted: torch.Tensor, grad_gate: torch.Tensor | None, grad_up: torch.Tensor,
-                    hidden: torch.Tensor | None) -> torch.Tensor:
+def hidden_backward(
+    gate: torch.Tensor | None,
+    up: torch.Tensor,
+    row_weights: torch.Tensor,
+    act: str,
+    grad_weighted: torch.Tensor,
+    grad_gate: torch.Tensor | None,
+    grad_up: torch.Tensor,
+    hidden: torch.Tensor | None,
+) -> torch.Tensor:
     """The gradient of :func:`weighted_hidden`, into given tensors.
 
     Args:
@@ -66,18 +84,31 @@ def hidden_backward(gate: torch.Tensor | None, up: torch.Tensor, row_weights: to
     if kernels.use_triton(up):
         if up.numel():
             grid, block = _launch(num_rows, width)
-            _hidden_backward_kernel[grid](gate if gate is not None else up, up, row_weights, grad_weighted,
-                                          grad_gate if gate is not None else grad_up, grad_up,
-                                          hidden if hidden is not None else grad_weighted, grad_row_weights, num_rows,
-                                          width, up.stride(0), grad_up.stride(0), ACT=act, GATED=gate is not None,
-                                          KEEP_HIDDEN=hidden is not None, **block)
+            _hidden_backward_kernel[grid](
+                gate if gate is not None else up,
+                up,
+                row_weights,
+                grad_weighted,
+                grad_gate if gate is not None else grad_up,
+                grad_up,
+                hidden if hidden is not None else grad_weighted,
+                grad_row_weights,
+                num_rows,
+                width,
+                up.stride(0),
+                grad_up.stride(0),
+                ACT=act,
+                GATED=gate is not None,
+                KEEP_HIDDEN=hidden is not None,
+                **block,
+            )
         return grad_row_weights
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (gate, up) if x is not None]
         value = _hidden(inputs[0] if gate is not None else None, inputs[-1], act)
     grad = grad_weighted.to(value.dtype)
     grads = torch.autograd.grad(value, inputs, grad * row_weights.unsqueeze(1))
-    for target, grad_input in zip((grad_gate, grad_up) if gate is not None else (grad_up, ), grads):
+    for target, grad_input in zip((grad_gate, grad_up) if gate is not None else (grad_up,), grads):
         target.copy_(grad_input)
     if hidden is not None:
         hidden.copy_(value.detach() * row_weights.unsqueeze(1))
@@ -95,7 +126,7 @@ def _hidden(gate: torch.Tensor | None, up: torch.Tensor, act: str) -> torch.Tens
 def _launch(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     columns = min(kernels.power_of_2(width), 1024)
     rows = max(1, 2048 // columns)
-    return (triton.cdiv(num_rows, rows), ), {"ROWS": rows, "COLUMNS": columns}
+    return (triton.cdiv(num_rows, rows),), {"ROWS": rows, "COLUMNS": columns}
 
 
 @triton.jit
@@ -119,8 +150,19 @@ def _activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _weighted_hidden_kernel(gate, up, row_weights, hidden, num_rows, width, stride, ACT: tl.constexpr,
-                            GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _weighted_hidden_kernel(
+    gate,
+    up,
+    row_weights,
+    hidden,
+    num_rows,
+    width,
+    stride,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     weight = tl.load(row_weights + row, row < num_rows, other=0.0)
     for start in range(0, width, COLUMNS):
@@ -137,12 +179,28 @@ def _weighted_hidden_kernel(gate, up, row_weights, hidden, num_rows, width, stri
 
 
 @triton.jit
-def _hidden_backward_kernel(gate, up, row_weights, grad_weighted, grad_gate, grad_up, hidden, grad_row_weights,
-                            num_rows, width, stride, grad_stride, ACT: tl.constexpr, GATED: tl.constexpr,
-                            KEEP_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _hidden_backward_kernel(
+    gate,
+    up,
+    row_weights,
+    grad_weighted,
+    grad_gate,
+    grad_up,
+    hidden,
+    grad_row_weights,
+    num_rows,
+    width,
+    stride,
+    grad_stride,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    KEEP_HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     weight = tl.load(row_weights + row, row < num_rows, other=0.0)[:, None]
-    grad_weight = tl.zeros((ROWS, ), tl.float32)
+    grad_weight = tl.zeros((ROWS,), tl.float32)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = (row < num_rows)[:, None] & (column < width)[None, :]

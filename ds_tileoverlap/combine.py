@@ -3,6 +3,7 @@
 Rows of one token are summed on the experts' rank first, so one row a (token, rank) travels. Both sums run in float32
 and in a fixed order, without atomics: results are the same in every run.
 """
+
 from __future__ import annotations
 
 import torch
@@ -35,10 +36,10 @@ def sum_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
     Args:
         rows: [S, H].
-        index: [N, k] int32; -1 names no row. Rows ``[[1], [2], [4]]`` and index ``[[2, 0], [-1, 1]]`` give ``[[5], [2]]``.
+        index: [N, k] int32; -1 names no row.
 
     Returns:
-        [N, H] in the dtype of ``rows``.
+        [N, H] in the dtype of ``rows``. Rows ``[[1], [2], [4]]`` and index ``[[2, 0], [-1, 1]]`` give ``[[5], [2]]``.
     """
     num_sums, num_choices = index.shape
     width = rows.shape[1]
@@ -46,8 +47,15 @@ def sum_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         sums = rows.new_empty(num_sums, width)
         if sums.numel():
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            _sum_rows_kernel[(num_sums, )](rows, index, sums, width, rows.stride(0), NUM_CHOICES=num_choices,
-                                           BLOCK=min(kernels.power_of_2(width), 2048))
+            _sum_rows_kernel[(num_sums,)](
+                rows,
+                index,
+                sums,
+                width,
+                rows.stride(0),
+                NUM_CHOICES=num_choices,
+                BLOCK=min(kernels.power_of_2(width), 2048),
+            )
         return sums
     total = torch.zeros(num_sums, width, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
     for choice in index.unbind(1):
@@ -68,9 +76,10 @@ def _sum_rows_kernel(rows, index, sums, width, rows_stride, NUM_CHOICES: tl.cons
     line = tl.program_id(0).to(tl.int64)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK, ), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
         for j in tl.static_range(NUM_CHOICES):
             row = tl.load(index + line * NUM_CHOICES + j).to(tl.int64)
-            value = tl.load(rows + row * rows_stride + column, (column < width) & (row >= 0), other=0.0)
+            named = column < tl.where(row >= 0, width, 0)
+            value = tl.load(rows + row * rows_stride + column, named, other=0.0)
             total += value.to(tl.float32)
         tl.store(sums + line * width + column, total.to(sums.dtype.element_ty), column < width)

@@ -1,4 +1,5 @@
 """The ``"tile_overlap"`` block of ds_config: what may stand there, and the one place that states limits."""
+
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -25,15 +26,18 @@ class TileOverlapConfig(DeepSpeedConfigModel):
 
     backend: Literal["auto", "overlap", "sequential", "reference"] = Field(
         "auto",
-        description="'auto', 'sequential' or 'reference' ('overlap', the tile-signalled kernels, is not in this version)")
-    """How exchanges and expert GEMMs run. ``auto`` picks the fastest one that the whole expert-parallel group can run."""
+        description="'auto', 'sequential' or 'reference' ('overlap', the tile-signalled kernels, comes later)",
+    )
+    """How exchanges and expert GEMMs run. ``auto`` picks the fastest that the whole expert-parallel group can run."""
 
     comm_sms: Annotated[int, Field(ge=2, le=64, multiple_of=2)] | Literal["auto"] = Field(
-        "auto", description="'auto' or an even number of SMs, 2 to 64")
+        "auto", description="'auto' or an even number of SMs, 2 to 64"
+    )
     """SMs that the overlap backend gives to communication."""
 
     bands_per_segment: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
-        "auto", description="'auto' or an integer, 1 to 64")
+        "auto", description="'auto' or an integer, 1 to 64"
+    )
     """Row bands (GEMM tile height x full width) that the overlap backend merges into one transfer."""
 
     owner_alignment: Literal["auto", "tile", "packed"] = Field("auto", description="'auto', 'tile' or 'packed'")
@@ -46,7 +50,8 @@ class TileOverlapConfig(DeepSpeedConfigModel):
     """Overlap both exchanges of the backward pass."""
 
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="a number of seconds above 0, or null for the process group's own time-out")
+        None, description="a number of seconds above 0, or null for the process group's own time-out"
+    )
     """How long a rank waits for the others before it raises an error that names the missing ones."""
 
 
@@ -64,8 +69,10 @@ def _conflicts(block: dict[str, Any], faulty: set[str]) -> list[str]:
     if backend in ("sequential", "reference"):
         for name in OVERLAP_OPTIONS:
             if name in block and name not in faulty:
-                lines.append(f"{BLOCK}.{name}: got {block[name]!r} together with backend {backend!r}, "
-                             "expected backend 'auto' (only the overlap backend reads this option)")
+                lines.append(
+                    f"{BLOCK}.{name}: got {block[name]!r} together with backend {backend!r}, "
+                    "expected backend 'auto' (only the overlap backend reads this option)"
+                )
     return lines
 
 
@@ -85,7 +92,7 @@ def parse(ds_config: dict[str, Any]) -> TileOverlapConfig | None:
         return None
     block = ds_config[BLOCK]
     if not isinstance(block, dict):
-        raise ConfigError(f"ds_config: {BLOCK}: got {block!r}, expected an object like {{\"enabled\": true}}")
+        raise ConfigError(f'ds_config: {BLOCK}: got {block!r}, expected an object like {{"enabled": true}}')
     lines: dict[str, str] = {}
     config = None
     try:
@@ -97,6 +104,9 @@ def parse(ds_config: dict[str, Any]) -> TileOverlapConfig | None:
             lines[name] = f"{BLOCK}.{name}: got {problem}{block.get(name)!r}, expected {_expected(name)}"
     faults = list(lines.values()) + _conflicts(block, set(lines))
     if faults:
-        raise ConfigError("ds_config: " + "; ".join(faults) if len(faults) == 1 else
-                          f"ds_config has {len(faults)} faults:\n  " + "\n  ".join(faults))
+        raise ConfigError(
+            "ds_config: " + "; ".join(faults)
+            if len(faults) == 1
+            else f"ds_config has {len(faults)} faults:\n  " + "\n  ".join(faults)
+        )
     return config

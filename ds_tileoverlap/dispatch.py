@@ -2,6 +2,7 @@
 
 A token travels once to each rank that holds any of its experts; there it is expanded to one row a choice.
 """
+
 from __future__ import annotations
 
 import torch
@@ -42,8 +43,9 @@ def gather_rows(source: torch.Tensor, index: torch.Tensor, divisor: int = 1) -> 
     if kernels.use_triton(source):
         if rows.numel():
             source = source if source.stride(1) == 1 else source.contiguous()
-            _gather_rows_kernel[(num_rows, )](source, index, rows, width, source.stride(0), divisor,
-                                              BLOCK=min(kernels.power_of_2(width), 4096))
+            _gather_rows_kernel[(num_rows,)](
+                source, index, rows, width, source.stride(0), divisor, BLOCK=min(kernels.power_of_2(width), 4096)
+            )
         return rows
     return torch.index_select(source, 0, index // divisor, out=rows)
 

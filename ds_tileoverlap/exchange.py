@@ -1,4 +1,5 @@
 """Transport between the ranks of one expert-parallel group. It knows nothing of tokens, experts or GEMMs."""
+
 from __future__ import annotations
 
 import time
@@ -46,8 +47,9 @@ class Peers:
         return len(self.ranks)
 
 
-def peers_of(group: torch.distributed.ProcessGroup | None, device: torch.device, timeout_s: float | None,
-             layer: str) -> Peers:
+def peers_of(
+    group: torch.distributed.ProcessGroup | None, device: torch.device, timeout_s: float | None, layer: str
+) -> Peers:
     """The :class:`Peers` of a process group.
 
     Args:
@@ -57,7 +59,7 @@ def peers_of(group: torch.distributed.ProcessGroup | None, device: torch.device,
         layer: the layer's name, for messages.
     """
     if group is None or dist.get_world_size(group) == 1:
-        return Peers(None, 0, (0, ), 0.0, layer)
+        return Peers(None, 0, (0,), 0.0, layer)
     own_s = group._get_backend(device).options._timeout.total_seconds()
     if timeout_s is not None and timeout_s > own_s:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
@@ -85,8 +87,9 @@ def all_gather_counts(counts: torch.Tensor, peers: Peers) -> torch.Tensor:
     return gathered.view(peers.size, counts.numel())
 
 
-def all_to_all_rows(rows: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], peers: Peers,
-                    stage: str) -> torch.Tensor:
+def all_to_all_rows(
+    rows: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], peers: Peers, stage: str
+) -> torch.Tensor:
     """Sends each destination its run of rows.
 
     Args:
@@ -150,9 +153,11 @@ def _naming_the_missing(peers: Peers, stage: str) -> Iterator[None]:
     except RuntimeError as error:
         missing = _roll_call(peers, stage)
         who = f"ranks {missing} did not take part" if missing else "every rank was there, yet the exchange failed"
-        raise PeerError(f"tile_overlap: exchange of stage '{stage}' in layer '{peers.layer}' failed on rank "
-                        f"{peers.ranks[peers.rank]}: of the expert-parallel ranks {list(peers.ranks)}, {who}. "
-                        f"Look at the log of those ranks first. The exchange said: {error}") from error
+        raise PeerError(
+            f"tile_overlap: exchange of stage '{stage}' in layer '{peers.layer}' failed on rank "
+            f"{peers.ranks[peers.rank]}: of the expert-parallel ranks {list(peers.ranks)}, {who}. "
+            f"Look at the log of those ranks first. The exchange said: {error}"
+        ) from error
 
 
 def _roll_call(peers: Peers, stage: str) -> list[int]:

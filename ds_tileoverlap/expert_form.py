@@ -3,6 +3,7 @@
 An expert's forward is traced symbolically and compared with ``down(act(up(x)))`` and ``down(act(gate(x)) * up(x))``;
 names do not matter, and a module that does anything else, now or through a hook, is left to run itself.
 """
+
 from __future__ import annotations
 
 import operator
@@ -39,7 +40,7 @@ class ExpertForm:
     def slots(self) -> list[tuple[str, str]]:
         """The parameters of one expert in a fixed order: (projection, "weight" or "bias")."""
         pairs = zip(self.projections, self.biased)
-        return [(name, kind) for name, biased in pairs for kind in (("weight", "bias") if biased else ("weight", ))]
+        return [(name, kind) for name, biased in pairs for kind in (("weight", "bias") if biased else ("weight",))]
 
     def parameters(self, experts: nn.ModuleList) -> list[nn.Parameter]:
         """The parameters of all experts, slot by slot."""
@@ -72,14 +73,19 @@ def _snapshot(module: nn.Module) -> tuple:
 def _unchanged(snapshot: tuple) -> bool:
     module, attributes, children = snapshot
     now = vars(module).values()
-    return (len(now) == len(attributes) and all(map(operator.is_, now, attributes))
-            and len(module._modules) == len(children) and all(map(operator.is_, module._modules.values(), children))
-            and not _hooked(module))
+    return (
+        len(now) == len(attributes)
+        and all(map(operator.is_, now, attributes))
+        and len(module._modules) == len(children)
+        and all(map(operator.is_, module._modules.values(), children))
+        and not _hooked(module)
+    )
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-                or module._backward_pre_hooks)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _common_form(experts: nn.ModuleList) -> ExpertForm | None:

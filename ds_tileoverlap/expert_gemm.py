@@ -2,6 +2,7 @@
 
 Letters: R expert rows grouped by expert, H hidden size, I intermediate size, E_local experts of this rank.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -112,12 +113,12 @@ def _by_runs(rows: torch.Tensor, projection: Projection, plan: Plan, transposed:
     results = []
     for first, end, view in projection.stacked():
         view = view.transpose(1, 2) if transposed else view
-        chunk = rows[starts[first]:starts[end]]
+        chunk = rows[starts[first] : starts[end]]
         if grouped_mm_runs(rows, view):
-            ends = plan.row_offsets[first + 1:end + 1]
+            ends = plan.row_offsets[first + 1 : end + 1]
             results.append(F.grouped_mm(chunk, view, offs=ends - starts[first] if first else ends))
         else:
-            results += [torch.mm(rows[starts[e]:starts[e + 1]], view[e - first]) for e in range(first, end)]
+            results += [torch.mm(rows[starts[e] : starts[e + 1]], view[e - first]) for e in range(first, end)]
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
@@ -158,7 +159,7 @@ class ExpertMLP(torch.autograd.Function):
         inputs, down = input_projections(projections), projections[-1]
         pre_activations = [project(rows, weights, plan) for weights in inputs.maps]
         gate, up = inputs.split(pre_activations, 1)
-        for part, projection in zip((gate, up) if inputs.gated else (up, ), projections):
+        for part, projection in zip((gate, up) if inputs.gated else (up,), projections):
             if projection.biases:
                 add_expert_bias_(part, projection.biases, plan)
         output = project(weighted_hidden(gate, up, row_weights, form.act), down, plan)
@@ -175,13 +176,17 @@ class ExpertMLP(torch.autograd.Function):
         rows, row_weights, *saved = ctx.saved_tensors
         num_plan_tensors = len(ctx.plan.tensors())
         plan = ctx.plan.with_tensors(saved[:num_plan_tensors])
-        parameters = saved[num_plan_tensors:num_plan_tensors + num_parameters]
+        parameters = saved[num_plan_tensors : num_plan_tensors + num_parameters]
         if torch.is_grad_enabled():
             return _differentiable_backward(ctx, grad, rows, row_weights, plan, parameters)
-        pre_activations = saved[num_plan_tensors + num_parameters:]
+        pre_activations = saved[num_plan_tensors + num_parameters :]
         num_experts = len(plan.expert_counts)
-        wanted = dict(zip(form.slots, [any(ctx.needs_input_grad[4 + i:4 + i + num_experts])
-                                       for i in range(0, num_parameters, num_experts)]))
+        wanted = dict(
+            zip(
+                form.slots,
+                [any(ctx.needs_input_grad[4 + i : 4 + i + num_experts]) for i in range(0, num_parameters, num_experts)],
+            )
+        )
         projections = _projections(form, parameters, rows.dtype)
         inputs, down = input_projections(projections), projections[-1]
         grad = grad.contiguous()
@@ -216,14 +221,17 @@ class ExpertMLP(torch.autograd.Function):
         return grad_rows, grad_row_weights, None, None, *flat
 
 
-def mlp_by_expert(rows: torch.Tensor, row_weights: torch.Tensor, form: ExpertForm, plan: Plan,
-                  parameters: list[torch.Tensor]) -> torch.Tensor:
+def mlp_by_expert(
+    rows: torch.Tensor, row_weights: torch.Tensor, form: ExpertForm, plan: Plan, parameters: list[torch.Tensor]
+) -> torch.Tensor:
     """:class:`ExpertMLP` in plain differentiable PyTorch, expert by expert: its reference, and its double backward."""
     projections = _projections(form, parameters, None)
     outputs = []
     for expert, chunk in enumerate(rows.split(plan.expert_counts)):
-        *pre, down = [(p.weights[expert].to(rows.dtype), p.biases[expert].to(rows.dtype) if p.biases else None)
-                      for p in projections]
+        *pre, down = [
+            (p.weights[expert].to(rows.dtype), p.biases[expert].to(rows.dtype) if p.biases else None)
+            for p in projections
+        ]
         parts = [F.linear(chunk, *weights) for weights in pre]
         hidden = ACTIVATIONS[form.act](parts[0]) * (parts[1] if len(parts) > 1 else 1)
         outputs.append(F.linear(hidden, *down))
@@ -242,7 +250,7 @@ def _differentiable_backward(ctx, grad, rows, row_weights, plan, parameters):
 def _projections(form: ExpertForm, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[Projection]:
     """The projections of a form from the flat list of its parameters, cast to ``dtype`` where they have another."""
     num_experts = len(parameters) // len(form.slots)
-    slots = [parameters[i:i + num_experts] for i in range(0, len(parameters), num_experts)]
+    slots = [parameters[i : i + num_experts] for i in range(0, len(parameters), num_experts)]
     if dtype is not None and parameters[0].dtype != dtype:
         slots = _cast(slots, dtype)
     by_slot = dict(zip(form.slots, slots))
@@ -259,14 +267,15 @@ def _cast(slots: list[Sequence[torch.Tensor]], dtype: torch.dtype) -> list[list[
     for line in buffer:
         start = 0
         for i in order:
-            copies[i].append(line[start:start + sizes[i]].view(slots[i][0].shape))
+            copies[i].append(line[start : start + sizes[i]].view(slots[i][0].shape))
             start += sizes[i]
     torch._foreach_copy_([c for copy in copies for c in copy], [p for slot in slots for p in slot])
     return copies
 
 
-def run_modules(experts: torch.nn.ModuleList, rows: torch.Tensor, row_weights: torch.Tensor,
-                plan: Plan) -> torch.Tensor:
+def run_modules(
+    experts: torch.nn.ModuleList, rows: torch.Tensor, row_weights: torch.Tensor, plan: Plan
+) -> torch.Tensor:
     """Weighted expert outputs, [R, H] -> [R, H], from experts of any form, each called on a [1, 1, rows, H] block.
 
     Of a tuple result the first item is the output. An expert without rows runs on one zero row whose result is thrown
@@ -277,7 +286,7 @@ def run_modules(experts: torch.nn.ModuleList, rows: torch.Tensor, row_weights: t
         block = chunk if len(chunk) else rows.new_zeros(1, rows.shape[1])
         output = expert(block.view(1, 1, *block.shape))
         output = output[0] if isinstance(output, tuple) else output
-        outputs.append(output.reshape(block.shape)[:len(chunk)])
+        outputs.append(output.reshape(block.shape)[: len(chunk)])
     output = torch.cat(outputs)
     return (output * row_weights.unsqueeze(1)).to(output.dtype)
 
@@ -288,16 +297,23 @@ def row_experts(plan: Plan) -> torch.Tensor:
     return torch.repeat_interleave(counts, output_size=sum(plan.expert_counts))
 
 
-def add_expert_bias_(rows: torch.Tensor, biases: list[torch.Tensor], plan: Plan,
-                     row_weights: torch.Tensor | None = None) -> None:
+def add_expert_bias_(
+    rows: torch.Tensor, biases: list[torch.Tensor], plan: Plan, row_weights: torch.Tensor | None = None
+) -> None:
     """Adds each row's own expert bias in place, scaled by the row's weight if given: rows [R, N], biases [N] each."""
     bias = torch.stack(biases)
     if kernels.use_triton(rows):
         if rows.numel():
-            _add_bias_kernel[(rows.shape[0], )](rows, bias, row_experts(plan),
-                                                row_weights if row_weights is not None else rows, rows.shape[1],
-                                                rows.stride(0), WEIGHTED=row_weights is not None,
-                                                BLOCK=min(kernels.power_of_2(rows.shape[1]), 2048))
+            _add_bias_kernel[(rows.shape[0],)](
+                rows,
+                bias,
+                row_experts(plan),
+                row_weights if row_weights is not None else rows,
+                rows.shape[1],
+                rows.stride(0),
+                WEIGHTED=row_weights is not None,
+                BLOCK=min(kernels.power_of_2(rows.shape[1]), 2048),
+            )
         return
     added = bias[row_experts(plan)]
     rows += added if row_weights is None else (added * row_weights.unsqueeze(1)).to(rows.dtype)
@@ -309,8 +325,14 @@ def expert_bias_dot(grads: torch.Tensor, biases: list[torch.Tensor], plan: Plan)
     if kernels.use_triton(grads):
         dots = grads.new_empty(grads.shape[0], dtype=torch.float32)
         if grads.numel():
-            _bias_dot_kernel[(grads.shape[0], )](grads, bias, row_experts(plan), dots, grads.shape[1],
-                                                 BLOCK=min(kernels.power_of_2(grads.shape[1]), 2048))
+            _bias_dot_kernel[(grads.shape[0],)](
+                grads,
+                bias,
+                row_experts(plan),
+                dots,
+                grads.shape[1],
+                BLOCK=min(kernels.power_of_2(grads.shape[1]), 2048),
+            )
         return dots
     wide = torch.promote_types(grads.dtype, torch.float32)
     return (grads.to(wide) * bias[row_experts(plan)]).sum(1)
@@ -322,8 +344,17 @@ def expert_sums(grads: torch.Tensor, plan: Plan, row_weights: torch.Tensor | Non
     if kernels.use_triton(grads):
         sums = grads.new_empty(num_experts, width)
         grid = (num_experts, triton.cdiv(width, 64))
-        _expert_sums_kernel[grid](grads, plan.row_offsets, row_weights if row_weights is not None else grads, sums,
-                                  width, grads.stride(0), WEIGHTED=row_weights is not None, ROWS=64, COLUMNS=64)
+        _expert_sums_kernel[grid](
+            grads,
+            plan.row_offsets,
+            row_weights if row_weights is not None else grads,
+            sums,
+            width,
+            grads.stride(0),
+            WEIGHTED=row_weights is not None,
+            ROWS=64,
+            COLUMNS=64,
+        )
         return sums
     wide = grads.to(torch.promote_types(grads.dtype, torch.float32))
     if row_weights is not None:
@@ -348,7 +379,7 @@ def _add_bias_kernel(rows, bias, experts, row_weights, width, stride, WEIGHTED: 
 def _bias_dot_kernel(grads, bias, experts, dots, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     expert = tl.load(experts + row)
-    total = tl.zeros((BLOCK, ), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         grad = tl.load(grads + row * width + column, column < width, other=0.0).to(tl.float32)
@@ -357,12 +388,21 @@ def _bias_dot_kernel(grads, bias, experts, dots, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _expert_sums_kernel(grads, row_offsets, row_weights, sums, width, stride, WEIGHTED: tl.constexpr,
-                        ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _expert_sums_kernel(
+    grads,
+    row_offsets,
+    row_weights,
+    sums,
+    width,
+    stride,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     expert = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     end = tl.load(row_offsets + expert + 1)
-    total = tl.zeros((COLUMNS, ), tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(tl.load(row_offsets + expert), end, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < end)[:, None] & (column < width)[None, :]

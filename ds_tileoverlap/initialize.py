@@ -1,4 +1,5 @@
 """Ways in: convert a model's MoE modules when ds_config says so, at ``initialize`` or without any code change."""
+
 from __future__ import annotations
 
 import functools
@@ -81,6 +82,9 @@ def _chosen(config: TileOverlapConfig) -> str:
 def _ds_config(call: dict[str, Any]) -> dict[str, Any] | None:
     """The configuration that ``deepspeed.initialize`` will use, from wherever it may stand."""
     config = call.get("config") or call.get("config_params")
-    config = config or getattr(call.get("args"), "deepspeed_config", None) or getattr(
-        call.get("args"), "deepscale_config", None)
+    config = (
+        config
+        or getattr(call.get("args"), "deepspeed_config", None)
+        or getattr(call.get("args"), "deepscale_config", None)
+    )
     return config if config is None or isinstance(config, dict) else load_ds_config(config)

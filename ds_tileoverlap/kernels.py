@@ -1,4 +1,5 @@
 """What the Triton kernels of all stages share: when they run, and how large their tiles are."""
+
 from __future__ import annotations
 
 import functools

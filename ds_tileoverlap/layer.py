@@ -1,4 +1,5 @@
 """The MoE layer: DeepSpeed's class, parameters and process groups, with this package's forward."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,8 +12,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
-from deepspeed.moe.sharded_moe import (FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, TOPK_GATE_TIMER,
-                                       MOELayer, TopKGate)
+from deepspeed.moe.sharded_moe import (
+    FIRST_ALLTOALL_TIMER,
+    MOE_TIMER,
+    SECOND_ALLTOALL_TIMER,
+    TOPK_GATE_TIMER,
+    MOELayer,
+    TopKGate,
+)
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
@@ -39,26 +46,42 @@ class MoE(deepspeed_layer.MoE):
         ValueError: lists every argument that cannot be supported, its value and what is allowed.
     """
 
-    def __init__(self,
-                 hidden_size: int,
-                 expert: nn.Module,
-                 num_experts: int = 1,
-                 ep_size: int = 1,
-                 k: int = 1,
-                 capacity_factor: float = 1.0,
-                 eval_capacity_factor: float = 1.0,
-                 min_capacity: int = 4,
-                 use_residual: bool = False,
-                 noisy_gate_policy: str | None = None,
-                 drop_tokens: bool = True,
-                 use_rts: bool = True,
-                 use_tutel: bool = False,
-                 enable_expert_tensor_parallelism: bool = False,
-                 top2_2nd_expert_sampling: bool = True) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
         _check_arguments(hidden_size, num_experts, ep_size, k)
-        super().__init__(hidden_size, expert, num_experts, ep_size, k, capacity_factor, eval_capacity_factor,
-                         min_capacity, use_residual, noisy_gate_policy, drop_tokens, use_rts, use_tutel,
-                         enable_expert_tensor_parallelism, top2_2nd_expert_sampling)
+        super().__init__(
+            hidden_size,
+            expert,
+            num_experts,
+            ep_size,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            use_residual,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            use_tutel,
+            enable_expert_tensor_parallelism,
+            top2_2nd_expert_sampling,
+        )
         adopt(self, TileOverlapConfig(enabled=True), name=type(self).__name__)
 
 
@@ -107,8 +130,9 @@ class TileMOELayer(MOELayer):
             parameter.group_name = self.ep_group_name
 
     @contextmanager
-    def _stage(self, name: str, timer: str | None = None, owner: nn.Module | None = None,
-               attribute: str = "") -> Iterator[None]:
+    def _stage(
+        self, name: str, timer: str | None = None, owner: nn.Module | None = None, attribute: str = ""
+    ) -> Iterator[None]:
         """A named range for profilers and, under ``wall_clock_breakdown``, the timer that DeepSpeed's engine reads."""
         timed = timer is not None and owner.wall_clock_breakdown
         get_accelerator().range_push(name)
@@ -184,9 +208,11 @@ def release(moe: deepspeed_layer.MoE) -> None:
 
 
 def _check_arguments(hidden_size: int, num_experts: int, ep_size: int, k: int) -> None:
-    faults = [f"{name}: got {value!r}, expected an integer of at least 1"
-              for name, value in (("hidden_size", hidden_size), ("num_experts", num_experts), ("ep_size", ep_size))
-              if not isinstance(value, int) or value < 1]
+    faults = [
+        f"{name}: got {value!r}, expected an integer of at least 1"
+        for name, value in (("hidden_size", hidden_size), ("num_experts", num_experts), ("ep_size", ep_size))
+        if not isinstance(value, int) or value < 1
+    ]
     if not isinstance(k, int) or not 1 <= k <= max(num_experts if isinstance(num_experts, int) else 1, 1):
         faults.append(f"k: got {k!r}, expected an integer from 1 to num_experts = {num_experts!r}")
     if faults:
@@ -199,8 +225,10 @@ def _check_dtype(x: torch.Tensor, form: ExpertForm | None, layer: TileMOELayer) 
         return
     dtype = next(layer.experts.parameters()).dtype
     if x.dtype != dtype:
-        raise RuntimeError(f"MoE layer '{layer.tile_overlap.name}': hidden_states: got {x.dtype}, expected {dtype} as "
-                           "the experts' parameters are (cast the input, or use autocast)")
+        raise RuntimeError(
+            f"MoE layer '{layer.tile_overlap.name}': hidden_states: got {x.dtype}, expected {dtype} as "
+            "the experts' parameters are (cast the input, or use autocast)"
+        )
 
 
 def _own_share(x: torch.Tensor, routes: Routes) -> tuple[torch.Tensor, Routes, int | None]:
@@ -214,8 +242,12 @@ def _own_share(x: torch.Tensor, routes: Routes) -> tuple[torch.Tensor, Routes, i
     num_tokens = x.shape[0]
     pad = -num_tokens % size
     experts = F.pad(routes.experts, (0, 0, 0, pad), value=-1)
-    share = Routes(drop_tokens(experts).contiguous(), drop_tokens(F.pad(routes.weights, (0, 0, 0, pad))),
-                   routes.l_aux, routes.exp_counts)
+    share = Routes(
+        drop_tokens(experts).contiguous(),
+        drop_tokens(F.pad(routes.weights, (0, 0, 0, pad))),
+        routes.l_aux,
+        routes.exp_counts,
+    )
     return drop_tokens(F.pad(x, (0, 0, 0, pad))), share, num_tokens
 
 

@@ -4,6 +4,7 @@ Letters: T tokens of this rank, k = top_k, W ranks, E experts, E_local = E / W e
 A token travels once to every rank that holds any of its experts: S rows sent, U rows received.
 R expert rows: one for each (received row, choice) pair of this rank's experts, grouped by expert.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
@@ -53,7 +54,7 @@ class Plan:
     @cached_property
     def send_splits(self) -> list[int]:
         """Rows sent to each rank."""
-        return self.counts[self.peers.rank, -self.peers.size:].tolist()
+        return self.counts[self.peers.rank, -self.peers.size :].tolist()
 
     @cached_property
     def recv_splits(self) -> list[int]:
@@ -63,7 +64,7 @@ class Plan:
     @cached_property
     def expert_counts(self) -> list[int]:
         """Rows of each local expert."""
-        by_expert = self.counts[:, :-self.peers.size].sum(0)
+        by_expert = self.counts[:, : -self.peers.size].sum(0)
         return by_expert.chunk(self.peers.size)[self.peers.rank].tolist()
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -106,7 +107,7 @@ def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
     sent_tokens = inverse(positions, min(top_k, peers.size) * num_tokens, top_k)
 
     plan = Plan(peers, num_tokens, host_counts.wait(), sent_tokens, choice_slots, token_slots, *[None] * 4)
-    sent_tokens = sent_tokens[:sum(plan.send_splits)]
+    sent_tokens = sent_tokens[: sum(plan.send_splits)]
     sent = sent_routes(routes, sent_tokens, choice_slots, experts_per_rank)
     received = all_to_all_rows(sent, plan.send_splits, plan.recv_splits, peers, "layout")
     received_experts, received_weights = received[:, :top_k], received[:, top_k:].view(torch.float32)
@@ -114,12 +115,16 @@ def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
     rows, rows_per_expert = bucket_positions(received_experts.reshape(-1), experts_per_rank)
     row_choices = inverse(rows, sum(plan.expert_counts))
     row_offsets = torch.nn.functional.pad(rows_per_expert.cumsum(0, dtype=torch.int32), (1, 0))
-    return replace(plan,
-                   sent_tokens=sent_tokens,
-                   choice_rows=rows.view(-1, top_k),
-                   row_choices=row_choices,
-                   row_weights=received_weights.reshape(-1)[row_choices],
-                   row_offsets=row_offsets)
+    return replace(
+        plan,
+        sent_tokens=sent_tokens,
+        choice_rows=rows.view(-1, top_k),
+        row_choices=row_choices,
+        row_weights=received_weights.reshape(-1)[row_choices],
+        row_offsets=row_offsets,
+    )
+
+
 def leader_ranks(experts: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
     """The rank of each choice that is its token's first one there; -1 for the others and for dropped routes.
 
@@ -189,7 +194,7 @@ def inverse(positions: torch.Tensor, length: int, divisor: int = 1) -> torch.Ten
     """
     elements = positions.new_empty(length)
     if kernels.use_triton(positions) and positions.numel():
-        grid = (triton.cdiv(positions.numel(), 1024), )
+        grid = (triton.cdiv(positions.numel(), 1024),)
         _inverse_kernel[grid](positions, elements, positions.numel(), divisor, BLOCK=1024)
         return elements
     taken = positions >= 0
@@ -197,8 +202,9 @@ def inverse(positions: torch.Tensor, length: int, divisor: int = 1) -> torch.Ten
     return elements
 
 
-def sent_routes(routes: Routes, sent_tokens: torch.Tensor, choice_slots: torch.Tensor,
-                experts_per_rank: int) -> torch.Tensor:
+def sent_routes(
+    routes: Routes, sent_tokens: torch.Tensor, choice_slots: torch.Tensor, experts_per_rank: int
+) -> torch.Tensor:
     """What each sent row's receiver must know of it.
 
     Args:
@@ -215,9 +221,18 @@ def sent_routes(routes: Routes, sent_tokens: torch.Tensor, choice_slots: torch.T
     sent = sent_tokens.new_empty(num_sent, 2 * top_k)
     weights = routes.weights.detach().contiguous()
     if kernels.use_triton(sent_tokens) and num_sent:
-        grid = (triton.cdiv(num_sent, 128), )
-        _sent_routes_kernel[grid](routes.experts, weights.view(torch.int32), sent_tokens, choice_slots, sent, num_sent,
-                                  experts_per_rank, TOP_K=top_k, BLOCK=128)
+        grid = (triton.cdiv(num_sent, 128),)
+        _sent_routes_kernel[grid](
+            routes.experts,
+            weights.view(torch.int32),
+            sent_tokens,
+            choice_slots,
+            sent,
+            num_sent,
+            experts_per_rank,
+            TOP_K=top_k,
+            BLOCK=128,
+        )
         return sent
     slots = torch.arange(num_sent, device=sent.device).unsqueeze(1)
     theirs = choice_slots[sent_tokens] == slots
@@ -228,7 +243,7 @@ def sent_routes(routes: Routes, sent_tokens: torch.Tensor, choice_slots: torch.T
 
 def _per_token(kernel, *tensors: torch.Tensor, experts_per_rank: int) -> None:
     num_tokens, top_k = tensors[0].shape
-    kernel[(triton.cdiv(num_tokens, 128), )](*tensors, num_tokens, experts_per_rank, TOP_K=top_k, BLOCK=128)
+    kernel[(triton.cdiv(num_tokens, 128),)](*tensors, num_tokens, experts_per_rank, TOP_K=top_k, BLOCK=128)
 
 
 def _bucket_positions_triton(keys: torch.Tensor, num_buckets: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,13 +251,14 @@ def _bucket_positions_triton(keys: torch.Tensor, num_buckets: int) -> tuple[torc
     block = kernels.tile_rows(width)
     num_blocks = triton.cdiv(keys.numel(), block)
     block_counts = keys.new_empty(num_blocks, num_buckets)
-    _histogram_kernel[(num_blocks, )](keys, block_counts, keys.numel(), num_buckets, BLOCK=block, WIDTH=width)
+    _histogram_kernel[(num_blocks,)](keys, block_counts, keys.numel(), num_buckets, BLOCK=block, WIDTH=width)
     block_ends = block_counts.cumsum(0, dtype=torch.int32)
     counts = block_ends[-1]
     starts = counts.cumsum(0, dtype=torch.int32) - counts
     positions = torch.empty_like(keys)
-    _positions_kernel[(num_blocks, )](keys, block_ends, block_counts, starts, positions, keys.numel(), num_buckets,
-                                      BLOCK=block, WIDTH=width)
+    _positions_kernel[(num_blocks,)](
+        keys, block_ends, block_counts, starts, positions, keys.numel(), num_buckets, BLOCK=block, WIDTH=width
+    )
     return positions, counts
 
 
@@ -265,13 +281,14 @@ def _leader_ranks_kernel(experts, leaders, num_tokens, experts_per_rank, TOP_K: 
 
 
 @triton.jit
-def _shared_slots_kernel(experts, token_slots, slots, num_tokens, experts_per_rank, TOP_K: tl.constexpr,
-                         BLOCK: tl.constexpr):
+def _shared_slots_kernel(
+    experts, token_slots, slots, num_tokens, experts_per_rank, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
     for j in range(TOP_K):
         rank = _rank_of(experts, token * TOP_K + j, mask, experts_per_rank)
-        slot = tl.full((BLOCK, ), -1, tl.int32)
+        slot = tl.full((BLOCK,), -1, tl.int32)
         for i in range(j + 1):
             same = (_rank_of(experts, token * TOP_K + i, mask, experts_per_rank) == rank) & (rank >= 0)
             candidate = tl.load(token_slots + token * TOP_K + i, mask, other=-1)
@@ -294,14 +311,18 @@ def _histogram_kernel(keys, block_counts, num_keys, num_buckets, BLOCK: tl.const
 
 
 @triton.jit
-def _positions_kernel(keys, block_ends, block_counts, starts, positions, num_keys, num_buckets, BLOCK: tl.constexpr,
-                      WIDTH: tl.constexpr):
+def _positions_kernel(
+    keys, block_ends, block_counts, starts, positions, num_keys, num_buckets, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
     element, one_hot = _one_hot(keys, num_keys, BLOCK, WIDTH)
     bucket = tl.arange(0, WIDTH)
     row = tl.program_id(0) * num_buckets + bucket
     exists = bucket < num_buckets
-    first = (tl.load(starts + bucket, exists, other=0) + tl.load(block_ends + row, exists, other=0) -
-             tl.load(block_counts + row, exists, other=0))
+    first = (
+        tl.load(starts + bucket, exists, other=0)
+        + tl.load(block_ends + row, exists, other=0)
+        - tl.load(block_counts + row, exists, other=0)
+    )
     place = first[None, :] + tl.cumsum(one_hot, 0)
     tl.store(positions + element, tl.sum(place * one_hot, 1) - 1, element < num_keys)
 
@@ -314,8 +335,17 @@ def _inverse_kernel(positions, elements, num_elements, divisor, BLOCK: tl.conste
 
 
 @triton.jit
-def _sent_routes_kernel(experts, weight_bits, sent_tokens, choice_slots, sent, num_sent, experts_per_rank,
-                        TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sent_routes_kernel(
+    experts,
+    weight_bits,
+    sent_tokens,
+    choice_slots,
+    sent,
+    num_sent,
+    experts_per_rank,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = slot < num_sent
     token = tl.load(sent_tokens + slot, mask, other=0)

@@ -2,6 +2,7 @@
 
 Slow and easy to check; what the other backends are tested against. It runs anywhere, also on CPU with gloo.
 """
+
 from __future__ import annotations
 
 import torch
@@ -20,8 +21,9 @@ def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.
     return received[plan.row_choices // plan.top_k], received_weights.reshape(-1)[plan.row_choices]
 
 
-def run_experts(rows: torch.Tensor, row_weights: torch.Tensor, experts: torch.nn.ModuleList, form: ExpertForm | None,
-                plan: Plan) -> torch.Tensor:
+def run_experts(
+    rows: torch.Tensor, row_weights: torch.Tensor, experts: torch.nn.ModuleList, form: ExpertForm | None, plan: Plan
+) -> torch.Tensor:
     """Expert outputs scaled by their row's weight: [R, H] -> [R, H]."""
     return run_modules(experts, rows, row_weights, plan)
 
@@ -50,7 +52,6 @@ def _anchor(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, rows, anchor, send_splits, recv_splits, peers, stage):
         ctx.splits, ctx.peers, ctx.stage = (send_splits, recv_splits), peers, stage

@@ -2,6 +2,7 @@
 
 Letters: T tokens of this rank, H hidden size, E experts, k = top_k.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -69,8 +70,9 @@ def gate_logits(x: torch.Tensor, gate: TopKGate) -> torch.Tensor:
     return F.linear(x, weight.float())
 
 
-def top_k_routing(logits: torch.Tensor, noise: torch.Tensor | None, noisy_from: int, used_token: torch.Tensor | None,
-                  k: int) -> Routes:
+def top_k_routing(
+    logits: torch.Tensor, noise: torch.Tensor | None, noisy_from: int, used_token: torch.Tensor | None, k: int
+) -> Routes:
     """Dropless top-k routing in plain PyTorch.
 
     Args:
@@ -89,22 +91,19 @@ def top_k_routing(logits: torch.Tensor, noise: torch.Tensor | None, noisy_from: 
     chosen = gates.gather(1, experts)
     if k > 1:
         chosen = chosen / chosen.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).eps)
-    routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool, device=logits.device)
+    routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool, device=logits.device).scatter_(1, experts, True)
     if used_token is not None:
         used = used_token.bool().unsqueeze(1)
-        experts = torch.where(used, experts, -1)
-        chosen = torch.where(used, chosen, 0.0)
-        routed.scatter_(1, experts.clamp(min=0), used)
-    else:
-        routed.scatter_(1, experts, True)
+        experts, chosen, routed = torch.where(used, experts, -1), torch.where(used, chosen, 0.0), routed & used
     exp_counts = routed.sum(0)
     balanced = _one_hot_count(experts[:, 0], num_experts) if k == 2 else exp_counts
     l_aux = (gates.mean(0) * (balanced.float() / num_tokens)).sum() * _l_aux_scale(num_experts, k)
     return Routes(experts.int(), chosen, l_aux, exp_counts)
 
 
-def _arg_top_k(gates: torch.Tensor, logits: torch.Tensor, noise: torch.Tensor | None, noisy_from: int,
-               k: int) -> torch.Tensor:
+def _arg_top_k(
+    gates: torch.Tensor, logits: torch.Tensor, noise: torch.Tensor | None, noisy_from: int, k: int
+) -> torch.Tensor:
     """Choices one after the other, each the best of what is left: ties go to the lower expert, as in upstream."""
     chosen, taken = [], torch.zeros_like(gates, dtype=torch.bool)
     for j in range(k):
@@ -128,7 +127,7 @@ def _one_hot_count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def _selection_noise(logits: torch.Tensor, gate: TopKGate) -> tuple[torch.Tensor | None, int]:
-    """The random part of choosing, drawn from torch's generator in upstream's order; [T, E] and the first noisy choice."""
+    """The random part of choosing [T, E], drawn from torch's generator as upstream does, and the first noisy choice."""
     noise, noisy_from = None, 0
     if gate.k == 1 and gate.noisy_gate_policy == "RSample" and gate.training:
         noise = sharded_moe.gumbel_rsample(logits.shape, device=logits.device)
@@ -142,9 +141,13 @@ def _selection_noise(logits: torch.Tensor, gate: TopKGate) -> tuple[torch.Tensor
 
 def _is_customised(gate: TopKGate) -> bool:
     """Whether calling the gate does something that its options alone do not say."""
-    return (type(gate).forward is not TopKGate.forward or "forward" in vars(gate)
-            or bool(gate._forward_hooks or gate._forward_pre_hooks or gate._backward_hooks or gate._backward_pre_hooks)
-            or type(gate.wg) is not torch.nn.Linear or bool(gate.wg._forward_hooks or gate.wg._forward_pre_hooks))
+    return (
+        type(gate).forward is not TopKGate.forward
+        or "forward" in vars(gate)
+        or bool(gate._forward_hooks or gate._forward_pre_hooks or gate._backward_hooks or gate._backward_pre_hooks)
+        or type(gate.wg) is not torch.nn.Linear
+        or bool(gate.wg._forward_hooks or gate.wg._forward_pre_hooks)
+    )
 
 
 def _routes_of(gate_output: tuple) -> Routes:
@@ -206,8 +209,9 @@ class _TopKRouting(torch.autograd.Function):
         logits, noise, used_token, experts, balanced = ctx.saved_tensors
         if torch.is_grad_enabled():
             routes = top_k_routing(logits, noise, ctx.noisy_from, used_token, ctx.k)
-            grad, = torch.autograd.grad((routes.weights, routes.l_aux), logits, (grad_weights, grad_l_aux),
-                                        create_graph=True)
+            (grad,) = torch.autograd.grad(
+                (routes.weights, routes.l_aux), logits, (grad_weights, grad_l_aux), create_graph=True
+            )
         else:
             grad = _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux)
         return grad, None, None, None, None
@@ -224,16 +228,42 @@ def _route_triton(logits, noise, noisy_from, used_token, k):
     gate_sums = logits.new_empty(num_blocks, num_experts)
     route_counts = experts.new_empty(2, num_blocks, num_experts)
     used = used_token.to(torch.int32).contiguous() if used_token is not None else experts
-    _route_kernel[(num_blocks, )](logits, noise if noise is not None else logits, used, experts, weights, gate_sums,
-                                  route_counts[0], route_counts[1], num_tokens, num_experts, noisy_from,
-                                  HAS_NOISE=noise is not None, HAS_MASK=used_token is not None, TOP_K=k,
-                                  TOP_K_WIDTH=kernels.power_of_2(k), BLOCK=block, WIDTH=width)
+    _route_kernel[(num_blocks,)](
+        logits,
+        noise if noise is not None else logits,
+        used,
+        experts,
+        weights,
+        gate_sums,
+        route_counts[0],
+        route_counts[1],
+        num_tokens,
+        num_experts,
+        noisy_from,
+        HAS_NOISE=noise is not None,
+        HAS_MASK=used_token is not None,
+        TOP_K=k,
+        TOP_K_WIDTH=kernels.power_of_2(k),
+        BLOCK=block,
+        WIDTH=width,
+    )
     balanced = experts.new_empty(num_experts)
     l_aux = logits.new_empty(())
     exp_counts = torch.empty(num_experts, dtype=torch.int64, device=logits.device)
-    _route_totals_kernel[(1, )](gate_sums, route_counts[0], route_counts[1], balanced, l_aux, exp_counts, num_blocks,
-                                num_experts, _l_aux_scale(num_experts, k) / num_tokens**2, COUNT_FIRST=k == 2,
-                                BLOCK=kernels.tile_rows(width), WIDTH=width)
+    _route_totals_kernel[(1,)](
+        gate_sums,
+        route_counts[0],
+        route_counts[1],
+        balanced,
+        l_aux,
+        exp_counts,
+        num_blocks,
+        num_experts,
+        _l_aux_scale(num_experts, k) / num_tokens**2,
+        COUNT_FIRST=k == 2,
+        BLOCK=kernels.tile_rows(width),
+        WIDTH=width,
+    )
     return experts, weights, balanced, l_aux, exp_counts
 
 
@@ -243,9 +273,20 @@ def _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux):
     width = kernels.power_of_2(num_experts)
     block = kernels.tile_rows(width, most=32)
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _route_backward_kernel[(triton.cdiv(num_tokens, block), )](
-        logits.contiguous(), experts, balanced, grad_weights.contiguous(), grad_l_aux, grad, num_tokens, num_experts,
-        _l_aux_scale(num_experts, k) / num_tokens**2, TOP_K=k, BLOCK=block, WIDTH=width)
+    _route_backward_kernel[(triton.cdiv(num_tokens, block),)](
+        logits.contiguous(),
+        experts,
+        balanced,
+        grad_weights.contiguous(),
+        grad_l_aux,
+        grad,
+        num_tokens,
+        num_experts,
+        _l_aux_scale(num_experts, k) / num_tokens**2,
+        TOP_K=k,
+        BLOCK=block,
+        WIDTH=width,
+    )
     return grad
 
 
@@ -261,9 +302,25 @@ def _gates(logits, token, expert, num_tokens, num_experts):
 
 
 @triton.jit
-def _route_kernel(logits, noise, used_token, experts, weights, gate_sums, route_counts, first_counts, num_tokens,
-                  num_experts, noisy_from, HAS_NOISE: tl.constexpr, HAS_MASK: tl.constexpr, TOP_K: tl.constexpr,
-                  TOP_K_WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _route_kernel(
+    logits,
+    noise,
+    used_token,
+    experts,
+    weights,
+    gate_sums,
+    route_counts,
+    first_counts,
+    num_tokens,
+    num_experts,
+    noisy_from,
+    HAS_NOISE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, WIDTH)
     choice = tl.arange(0, TOP_K_WIDTH)
@@ -277,12 +334,14 @@ def _route_kernel(logits, noise, used_token, experts, weights, gate_sums, route_
     taken = ~inside
     chosen = tl.full((BLOCK, TOP_K_WIDTH), -1, tl.int32)
     weight = tl.zeros((BLOCK, TOP_K_WIDTH), tl.float32)
-    counts = tl.zeros((WIDTH, ), tl.int32)
+    counts = tl.zeros((WIDTH,), tl.int32)
     for j in tl.static_range(TOP_K):
         noisy = key
         if HAS_NOISE:
             if j >= noisy_from:
-                noisy = key + tl.load(noise + token[:, None].to(tl.int64) * num_experts + expert[None, :], inside, other=0.0)
+                noisy = key + tl.load(
+                    noise + token[:, None].to(tl.int64) * num_experts + expert[None, :], inside, other=0.0
+                )
         best = tl.argmax(tl.where(taken, float("-inf"), noisy), 1)
         hit = expert[None, :] == best[:, None]
         taken |= hit
@@ -304,12 +363,24 @@ def _route_kernel(logits, noise, used_token, experts, weights, gate_sums, route_
 
 
 @triton.jit
-def _route_totals_kernel(gate_sums, route_counts, first_counts, balanced, l_aux, exp_counts, num_blocks, num_experts,
-                         scale, COUNT_FIRST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _route_totals_kernel(
+    gate_sums,
+    route_counts,
+    first_counts,
+    balanced,
+    l_aux,
+    exp_counts,
+    num_blocks,
+    num_experts,
+    scale,
+    COUNT_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     expert = tl.arange(0, WIDTH)
-    gate_sum = tl.zeros((WIDTH, ), tl.float32)
-    routes = tl.zeros((WIDTH, ), tl.int32)
-    firsts = tl.zeros((WIDTH, ), tl.int32)
+    gate_sum = tl.zeros((WIDTH,), tl.float32)
+    routes = tl.zeros((WIDTH,), tl.int32)
+    firsts = tl.zeros((WIDTH,), tl.int32)
     for start in range(0, num_blocks, BLOCK):
         row = start + tl.arange(0, BLOCK)
         inside = (row < num_blocks)[:, None] & (expert < num_experts)[None, :]
@@ -324,15 +395,27 @@ def _route_totals_kernel(gate_sums, route_counts, first_counts, balanced, l_aux,
 
 
 @triton.jit
-def _route_backward_kernel(logits, experts, balanced, grad_weights, grad_l_aux, grad_logits, num_tokens, num_experts,
-                           scale, TOP_K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _route_backward_kernel(
+    logits,
+    experts,
+    balanced,
+    grad_weights,
+    grad_l_aux,
+    grad_logits,
+    num_tokens,
+    num_experts,
+    scale,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, WIDTH)
     _, gates, inside = _gates(logits, token, expert, num_tokens, num_experts)
     valid = token < num_tokens
     grad_gates = tl.zeros((BLOCK, WIDTH), tl.float32)
-    total = tl.zeros((BLOCK, ), tl.float32)
-    grad_dot_gate = tl.zeros((BLOCK, ), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    grad_dot_gate = tl.zeros((BLOCK,), tl.float32)
     chosen = tl.zeros((BLOCK, WIDTH), tl.int32)
     for j in range(TOP_K):
         hit = tl.load(experts + token * TOP_K + j, valid, other=-1)[:, None] == expert[None, :]

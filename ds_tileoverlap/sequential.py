@@ -8,6 +8,7 @@ Dispatch and combine are linear and each other's transpose, so each one's backwa
 Autograd functions save the Plan's tensors like any activation: under activation checkpointing they are freed and
 recomputed with the rows they index, so a row and its place never come from two different routings.
 """
+
 from __future__ import annotations
 
 import torch
@@ -27,8 +28,9 @@ def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.
     return _Dispatch.apply(x, weights, anchor, plan)
 
 
-def run_experts(rows: torch.Tensor, row_weights: torch.Tensor, experts: torch.nn.ModuleList, form: ExpertForm | None,
-                plan: Plan) -> torch.Tensor:
+def run_experts(
+    rows: torch.Tensor, row_weights: torch.Tensor, experts: torch.nn.ModuleList, form: ExpertForm | None, plan: Plan
+) -> torch.Tensor:
     """Expert outputs scaled by their row's weight: [R, H] -> [R, H]."""
     if form is None:
         return run_modules(experts, rows, row_weights, plan)
@@ -54,7 +56,6 @@ class _PlanFunction(torch.autograd.Function):
 
 
 class _Dispatch(_PlanFunction):
-
     @staticmethod
     def forward(ctx, x, weights, anchor, plan):
         _Dispatch.setup(ctx, plan)
@@ -65,12 +66,15 @@ class _Dispatch(_PlanFunction):
     @without_autocast
     def backward(ctx, grad_rows, grad_row_weights):
         plan = _Dispatch.plan_of(ctx)
-        return (_ReturnRows.apply(grad_rows, plan, "dispatch backward"),
-                _ReturnScalars.apply(grad_row_weights, plan), None, None)
+        return (
+            _ReturnRows.apply(grad_rows, plan, "dispatch backward"),
+            _ReturnScalars.apply(grad_row_weights, plan),
+            None,
+            None,
+        )
 
 
 class _ReturnRows(_PlanFunction):
-
     @staticmethod
     def forward(ctx, rows, plan, stage):
         _ReturnRows.setup(ctx, plan)
@@ -83,7 +87,6 @@ class _ReturnRows(_PlanFunction):
 
 
 class _SendTokens(_PlanFunction):
-
     @staticmethod
     def forward(ctx, x, plan):
         _SendTokens.setup(ctx, plan)
@@ -96,7 +99,6 @@ class _SendTokens(_PlanFunction):
 
 
 class _ReturnScalars(_PlanFunction):
-
     @staticmethod
     def forward(ctx, scalars, plan):
         _ReturnScalars.setup(ctx, plan)
@@ -109,7 +111,6 @@ class _ReturnScalars(_PlanFunction):
 
 
 class _SendScalars(_PlanFunction):
-
     @staticmethod
     def forward(ctx, scalars, plan):
         _SendScalars.setup(ctx, plan)

@@ -1,4 +1,5 @@
 """The versions this package is tested with: one table for the installer, the import check and the README."""
+
 import re
 import sys
 
@@ -43,6 +44,7 @@ def check() -> None:
     import deepspeed
     import torch
     import triton
+
     found = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": torch.__version__,

@@ -1,4 +1,5 @@
 """The default geometry of the tests, its experts, its layers, and a dense reference that knows no ranks."""
+
 from __future__ import annotations
 
 import copy
@@ -46,7 +47,9 @@ def fill(layer, seed=0, std=0.2, ep_rank=0):
 
 
 def stock(expert=None, num_experts=E, ep_size=1, k=TOP_K, hidden=H, **options):
-    return StockMoE(hidden, expert if expert is not None else mlp(hidden), num_experts, ep_size, k, **{**PLAIN, **options})
+    return StockMoE(
+        hidden, expert if expert is not None else mlp(hidden), num_experts, ep_size, k, **{**PLAIN, **options}
+    )
 
 
 def ours(layer, backend="sequential"):
@@ -67,8 +70,13 @@ def backward_of(layer, x, grad, aux=3.0, used_token=None):
     layer.zero_grad(set_to_none=True)
     y, l_aux, counts = layer(x, used_token) if used_token is not None else layer(x)
     ((y * grad).sum() + aux * l_aux).backward()
-    return {"y": y.detach(), "l_aux": l_aux.detach(), "counts": counts, "x.grad": x.grad,
-            **{name: p.grad for name, p in layer.named_parameters()}}
+    return {
+        "y": y.detach(),
+        "l_aux": l_aux.detach(),
+        "counts": counts,
+        "x.grad": x.grad,
+        **{name: p.grad for name, p in layer.named_parameters()},
+    }
 
 
 def assert_close(got, expected, rtol=1e-5):
@@ -106,9 +114,11 @@ def dense(layers_state, x, expert, k, num_experts=E):
     for e in range(num_experts):
         state = {name: layers_state[f"{prefix}{e}.{name}"] for name, _ in expert.named_parameters()}
         token, choice = (index == e).nonzero(as_tuple=True)
-        result = torch.func.functional_call(expert, state, (x[token], ))
+        result = torch.func.functional_call(expert, state, (x[token],))
         output = output.index_add(0, token, result * chosen[token, choice].unsqueeze(1))
-    counts = torch.zeros(num_experts, dtype=torch.long).scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
+    counts = torch.zeros(num_experts, dtype=torch.long).scatter_add_(
+        0, index.flatten(), torch.ones_like(index.flatten())
+    )
     balanced = torch.bincount(index[:, 0], minlength=num_experts) if k <= 2 else counts
     l_aux = (gates.mean(0) * balanced / len(x)).sum() * num_experts / (k if k > 2 else 1)
     return output, l_aux, counts

@@ -1,4 +1,5 @@
-"""Several ranks as processes: kept alive between tests, every call under a wall limit, stacks printed when it expires."""
+"""Several ranks as processes, kept alive between tests; every call has a wall limit, and stacks when it expires."""
+
 from __future__ import annotations
 
 import faulthandler
@@ -47,8 +48,12 @@ class Ranks:
         if failed or silent:
             stacks = self._stacks(silent)
             self.close()
-            raise RankError("\n".join([f"rank {rank}: {text}" for rank, text in sorted(failed.items())] +
-                                      [f"rank {rank}: no answer within the limit\n{stacks[rank]}" for rank in silent]))
+            raise RankError(
+                "\n".join(
+                    [f"rank {rank}: {text}" for rank, text in sorted(failed.items())]
+                    + [f"rank {rank}: no answer within the limit\n{stacks[rank]}" for rank in silent]
+                )
+            )
         return [answers[rank][1] for rank in range(self.world_size)]
 
     def close(self):
@@ -63,8 +68,11 @@ class Ranks:
         self._pipes = []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, daemon=True,
-                                      args=(rank, self.world_size, self.device, self.timeout_s, self._folder, theirs))
+            process = context.Process(
+                target=_serve,
+                daemon=True,
+                args=(rank, self.world_size, self.device, self.timeout_s, self._folder, theirs),
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -88,16 +96,30 @@ class Ranks:
 
 def _serve(rank, world_size, device, timeout_s, folder, pipe):
     faulthandler.register(signal.SIGUSR1, open(os.path.join(folder, f"stacks{rank}"), "w"))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
-                      OMP_NUM_THREADS="1", DS_ACCELERATOR=device)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_SIZE=str(world_size),
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR=device,
+    )
     import torch
+
     torch.set_num_threads(1)
     from deepspeed import comm
+
     if device == "cuda":
         torch.cuda.set_device(rank)
-    comm.init_distributed("nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False,
-                          timeout=timedelta(seconds=timeout_s), init_method=f"file://{folder}/store", rank=rank,
-                          world_size=world_size)
+    comm.init_distributed(
+        "nccl" if device == "cuda" else "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(seconds=timeout_s),
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+    )
     while True:
         try:
             module, name, args = pipe.recv()

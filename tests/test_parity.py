@@ -1,17 +1,34 @@
 """Equal to DeepSpeed's layer: outputs, loss, counts and gradients, over options, forms and expert-parallel sizes."""
+
 import pytest
 import torch
-from models import E, H, Gated, assert_close, backward_of, fill, mlp, ours, stock, tokens
+from models import E, Gated, assert_close, backward_of, fill, mlp, ours, stock, tokens
 
 BACKENDS = ("sequential", "reference")
-FORMS = {"mlp": mlp, "mlp_no_bias": lambda: mlp(bias=False), "relu": lambda: mlp(act=torch.nn.ReLU), "gated": Gated,
-         "gated_bias": lambda: Gated(bias=True)}
+FORMS = {
+    "mlp": mlp,
+    "mlp_no_bias": lambda: mlp(bias=False),
+    "relu": lambda: mlp(act=torch.nn.ReLU),
+    "gated": Gated,
+    "gated_bias": lambda: Gated(bias=True),
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("k,drop,factor", [(1, False, 1.0), (1, True, 0.5), (2, False, 1.0), (2, True, 0.7), (2, True, 2.0),
-                                           (3, False, 1.0), (3, True, 0.6), (E, False, 1.0)])
+@pytest.mark.parametrize(
+    "k,drop,factor",
+    [
+        (1, False, 1.0),
+        (1, True, 0.5),
+        (2, False, 1.0),
+        (2, True, 0.7),
+        (2, True, 2.0),
+        (3, False, 1.0),
+        (3, True, 0.6),
+        (E, False, 1.0),
+    ],
+)
 def test_one_rank(k, drop, factor, form, backend):
     layer = fill(stock(FORMS[form](), k=k, drop_tokens=drop, capacity_factor=factor))
     mine = ours(layer, backend)
@@ -31,9 +48,18 @@ def _ep_worker(ep_size, k, drop, form, shape, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(33, ), (2, 3, 5)], ids=str)
-@pytest.mark.parametrize("k,drop,form", [(1, True, "mlp"), (1, False, "gated"), (2, True, "gated_bias"), (2, False, "mlp"),
-                                         (3, True, "gated"), (3, False, "gated_bias")])
+@pytest.mark.parametrize("shape", [(33,), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize(
+    "k,drop,form",
+    [
+        (1, True, "mlp"),
+        (1, False, "gated"),
+        (2, True, "gated_bias"),
+        (2, False, "mlp"),
+        (3, True, "gated"),
+        (3, False, "gated_bias"),
+    ],
+)
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_expert_parallel(four_ranks, ep_size, k, drop, form, shape, backend):
     four_ranks(_ep_worker, ep_size, k, drop, form, shape, backend)

@@ -1,0 +1,218 @@
+"""Every Triton kernel against its plain PyTorch twin: on GPUs, or on CPU through Triton's interpreter."""
+
+import pytest
+import torch
+from models import E
+
+from ds_tileoverlap import activation, combine, dispatch, expert_gemm, kernels, layout, route
+from ds_tileoverlap.exchange import Peers
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PEERS = Peers(None, 0, (0,), 0.0, "test")
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    """Calls a function with the twins, then with the kernels on poisoned memory, and returns both results."""
+
+    def run(function):
+        results = []
+        for with_kernels in (False, True):
+            monkeypatch.setattr(kernels, "use_triton", lambda tensor, on=with_kernels: on)
+            torch.utils.deterministic.fill_uninitialized_memory = True
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            try:
+                results.append(function())
+            finally:
+                torch.use_deterministic_algorithms(False)
+        return results
+
+    return run
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def random_experts(num_tokens, k, num_experts, dropped=0.2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    experts = torch.rand(num_tokens, num_experts, generator=generator).topk(k, 1).indices.int()
+    return experts.masked_fill(torch.rand(num_tokens, k, generator=generator) < dropped, -1).to(DEVICE)
+
+
+def same(got, expected, rtol=0.0):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+
+
+def test_worked_examples(compare):
+    experts = torch.tensor([[0, 3, 1], [2, -1, 3]], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([[0, 1, -1], [2, -1, -1]], dtype=torch.int32, device=DEVICE)
+    keys = torch.tensor([1, 0, -1, 1, 0], dtype=torch.int32, device=DEVICE)
+
+    def run():
+        positions, counts = layout.bucket_positions(keys, 2)
+        return [
+            layout.leader_ranks(experts, 2),
+            layout.shared_slots(slots, experts, 2),
+            positions,
+            counts,
+            layout.inverse(positions, 4),
+            combine.sum_rows(
+                torch.tensor([[1.0], [2.0], [4.0]], device=DEVICE),
+                torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32, device=DEVICE),
+            ),
+        ]
+
+    for results in compare(run):
+        values = [result.tolist() for result in results]
+        assert values == [
+            [[0, 1, -1], [1, -1, -1]],
+            [[0, 1, 0], [2, -1, 2]],
+            [2, 0, -1, 3, 1],
+            [2, 2],
+            [1, 4, 0, 3],
+            [[5.0], [2.0]],
+        ]
+
+
+@pytest.mark.parametrize(
+    "num_tokens,k,num_experts,ranks", [(1, 1, 2, 2), (33, 2, 8, 4), (300, 8, 60, 3), (257, 3, 5, 1)]
+)
+def test_index_kernels(compare, num_tokens, k, num_experts, ranks):
+    experts = random_experts(num_tokens, k, num_experts)
+    weights = random(num_tokens, k)
+    per_rank = num_experts // ranks
+
+    def run():
+        leaders = layout.leader_ranks(experts, per_rank)
+        slots, counts = layout.bucket_positions(leaders.view(-1), ranks)
+        slots = slots.view(num_tokens, k)
+        shared = layout.shared_slots(slots, experts, per_rank)
+        sent_tokens = layout.inverse(slots.view(-1), int(counts.sum()), k)
+        routes = route.Routes(experts, weights, None, None)
+        sent = layout.sent_routes(routes, sent_tokens, shared, per_rank)
+        return [
+            leaders,
+            slots,
+            counts,
+            shared,
+            sent_tokens,
+            sent,
+            *layout.bucket_positions(experts.view(-1), num_experts),
+        ]
+
+    twin, kernel = compare(run)
+    same(kernel, twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 72, 1025, 4100])
+def test_row_kernels(compare, width, dtype):
+    rows = random(50, 2 * width, dtype=dtype)[:, :width]
+    index = torch.randint(0, 50, (40,), dtype=torch.int32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    choices = torch.randint(-1, 50, (37, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    twin, kernel = compare(
+        lambda: [
+            dispatch.gather_rows(rows, index),
+            dispatch.gather_rows(rows, index, 7),
+            combine.sum_rows(rows, choices),
+        ]
+    )
+    same(kernel[:2], twin[:2])
+    same(kernel[2:], twin[2:], rtol=torch.finfo(dtype).eps)
+
+
+def test_a_row_of_nan_stays_in_its_sum(compare):
+    rows = random(4, 8)
+    rows[1] = float("nan")
+    index = torch.tensor([[0, 2], [1, -1], [-1, 3]], dtype=torch.int32, device=DEVICE)
+    for (sums,) in compare(lambda: [combine.sum_rows(rows, index)]):
+        assert sums.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype,rtol", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("act", activation.ACTIVATIONS)
+@pytest.mark.parametrize("width", [40, 1030])
+def test_activation_kernels(compare, width, act, gated, dtype, rtol):
+    joint = random(9, 2 * width, seed=1, dtype=dtype)
+    gate, up = joint.chunk(2, 1) if gated else (None, joint[:, :width])
+    weights, grad = random(9, seed=2).abs(), random(9, width, seed=3, dtype=dtype)
+
+    def run():
+        grad_gate, grad_up = torch.empty_like(joint).chunk(2, 1)
+        hidden = torch.empty(9, width, dtype=dtype, device=DEVICE)
+        grad_weights = activation.hidden_backward(
+            gate, up, weights, act, grad, grad_gate if gated else None, grad_up, hidden
+        )
+        return [
+            activation.weighted_hidden(gate, up, weights, act),
+            grad_up,
+            hidden,
+            grad_weights,
+            *([grad_gate] * gated),
+        ]
+
+    twin, kernel = compare(run)
+    for a, b in zip(kernel, twin, strict=True):
+        assert (a - b).abs().max() <= rtol * b.abs().max() * (4 if b.dim() == 1 else 1)
+
+
+def plan_of(counts):
+    offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0, dtype=torch.int32)
+    host = torch.tensor([[*counts, 0]], dtype=torch.int32)
+    return layout.Plan(PEERS, 0, host, *[None] * 6, row_offsets=offsets)
+
+
+@pytest.mark.parametrize("width", [1, 70, 2050])
+def test_bias_kernels(compare, width):
+    counts = [3, 0, 130, 1]
+    plan, num_rows = plan_of(counts), sum(counts)
+    biases = list(random(4, width, seed=1))
+    weights, grads, rows = random(num_rows, seed=2), random(num_rows, width, seed=3), random(num_rows, width, seed=4)
+
+    def run():
+        plain, weighted = rows.clone(), rows.clone()
+        expert_gemm.add_expert_bias_(plain, biases, plan)
+        expert_gemm.add_expert_bias_(weighted, biases, plan, weights)
+        sums = [expert_gemm.expert_sums(grads, plan), expert_gemm.expert_sums(grads, plan, weights)]
+        return [plain, weighted, expert_gemm.expert_bias_dot(grads, biases, plan), *sums]
+
+    twin, kernel = compare(run)
+    same(kernel, twin, rtol=3e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("noisy_from", [None, 0, 1])
+@pytest.mark.parametrize("num_tokens,k,num_experts", [(33, 1, 8), (70, 2, 6), (129, 3, 60), (40, 8, 128)])
+def test_routing_kernels(compare, num_tokens, k, num_experts, noisy_from, masked):
+    logits = random(num_tokens, num_experts, seed=1)
+    # Upstream's noise comes with at most two choices; the twin sorts more of them without it.
+    noise = random(num_tokens, num_experts, seed=2) if noisy_from is not None and k <= 2 else None
+    used = (random(num_tokens, seed=3) > 0).long() if masked else None
+    grad = random(num_tokens, k, seed=4)
+
+    def run():
+        x = logits.clone().requires_grad_()
+        if kernels.use_triton(x):
+            experts, weights, l_aux, counts = route._TopKRouting.apply(x, noise, noisy_from or 0, used, k)
+        else:
+            routes = route.top_k_routing(x, noise, noisy_from or 0, used, k)
+            experts, weights, l_aux, counts = routes.experts, routes.weights, routes.l_aux, routes.exp_counts
+        ((weights * grad).sum() + 3 * l_aux).backward()
+        return [experts, counts, weights, l_aux, x.grad]
+
+    twin, kernel = compare(run)
+    same(kernel[:2], twin[:2])
+    same(kernel[2:], twin[2:], rtol=1e-5)
+
+
+def test_routing_kernel_gives_distinct_experts_on_ties_and_nan(monkeypatch):
+    monkeypatch.setattr(kernels, "use_triton", lambda tensor: True)
+    logits = torch.zeros(3, E, device=DEVICE)
+    logits[1] = float("nan")
+    logits[2, 3] = 1.0
+    experts, weights, _, counts = route._TopKRouting.apply(logits, None, 0, None, 3)
+    assert experts.tolist() == [[0, 1, 2], [0, 1, 2], [3, 0, 1]]
+    assert counts.sum() == 9 and weights[1].isnan().all() and not weights[[0, 2]].isnan().any()
