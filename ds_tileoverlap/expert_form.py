@@ -42,65 +42,23 @@ class ExpertForm:
         pairs = zip(self.projections, self.biased)
         return [(name, kind) for name, biased in pairs for kind in (("weight", "bias") if biased else ("weight",))]
 
-    def parameters(self, experts: nn.ModuleList) -> list[nn.Parameter]:
-        """The parameters of all experts, slot by slot."""
-        return [expert.get_submodule(name)._parameters[kind] for name, kind in self.slots for expert in experts]
+
+def hooks_of(module: nn.Module) -> tuple[dict, ...]:
+    """The module's hook dictionaries; forward and backward, before and after."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
-class FormCache:
-    """The form of a list of experts, checked at every forward and traced again when a module has changed."""
-
-    def __init__(self):
-        self._seen: dict[bool, tuple[list[tuple], ExpertForm | None]] = {}
-
-    def __deepcopy__(self, memo: dict) -> FormCache:
-        return FormCache()
-
-    def form_of(self, experts: nn.ModuleList) -> ExpertForm | None:
-        """The form that all experts share, or ``None`` where they must run as they are."""
-        training = experts.training
-        seen = self._seen.get(training)
-        if seen is None or not all(map(_unchanged, seen[0])):
-            seen = ([_snapshot(module) for expert in experts for module in expert.modules()], _common_form(experts))
-            self._seen[training] = seen
-        return seen[1]
-
-
-def _snapshot(module: nn.Module) -> tuple:
-    return module, tuple(vars(module).values()), tuple(module._modules.values())
-
-
-def _unchanged(snapshot: tuple) -> bool:
-    module, attributes, children = snapshot
-    now = vars(module).values()
-    return (
-        len(now) == len(attributes)
-        and all(map(operator.is_, now, attributes))
-        and len(module._modules) == len(children)
-        and all(map(operator.is_, module._modules.values(), children))
-        and not _hooked(module)
-    )
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def _common_form(experts: nn.ModuleList) -> ExpertForm | None:
+def common_form(experts: nn.ModuleList) -> ExpertForm | None:
+    """The form that all experts share, with equal shapes and dtypes; ``None`` where they do not."""
     forms = {trace_form(expert) for expert in experts}
-    return forms.pop() if len(forms) == 1 and _same_shapes(experts) else None
-
-
-def _same_shapes(experts: nn.ModuleList) -> bool:
-    return len({tuple((p.shape, p.dtype, p.device) for p in expert.parameters()) for expert in experts}) == 1
+    kinds = {tuple((p.shape, p.dtype, p.device) for p in expert.parameters()) for expert in experts}
+    return forms.pop() if len(forms) == len(kinds) == 1 else None
 
 
 def trace_form(expert: nn.Module) -> ExpertForm | None:
     """The form of one expert, ``None`` where its forward is not one of the two known MLPs."""
     for module in expert.modules():
-        if _hooked(module) or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+        if any(hooks_of(module)) or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
             return None
     parameters = list(expert.parameters())
     try:

@@ -27,8 +27,9 @@ from torch import nn
 from . import reference, sequential
 from .config import TileOverlapConfig
 from .exchange import Peers, peers_of
-from .expert_form import ExpertForm, FormCache
+from .expert_form import ExpertForm
 from .layout import layout
+from .local_experts import LocalExperts
 from .route import Routes, route
 
 _BACKENDS = {"auto": sequential, "sequential": sequential, "reference": reference}
@@ -95,9 +96,9 @@ class TileMOELayer(MOELayer):
         hidden_states, used_token = (*inputs, None)[:2]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         run = self.tile_overlap
-        form = run.forms.form_of(self.experts.deepspeed_experts)
+        experts = run.experts(self.experts.deepspeed_experts)
         peers = run.peers(self.ep_group, x.device)
-        _check_dtype(x, form, self)
+        _check_dtype(x, experts.form, self)
 
         with self._stage("moe", MOE_TIMER, self, "time_moe"):
             with self._stage("route", TOPK_GATE_TIMER, self.gate, "gate_time"):
@@ -109,7 +110,7 @@ class TileMOELayer(MOELayer):
             with self._stage("dispatch", FIRST_ALLTOALL_TIMER, self, "time_falltoall"):
                 rows, row_weights = run.backend.dispatch(x, routes.weights, plan)
             with self._stage("expert_gemm"):
-                rows = run.backend.run_experts(rows, row_weights, self.experts.deepspeed_experts, form, plan)
+                rows = run.backend.run_experts(rows, row_weights, experts, plan)
             with self._stage("combine", SECOND_ALLTOALL_TIMER, self, "time_salltoall"):
                 output = run.backend.combine(rows, plan)
             output = _all_shares(output, num_tokens)
@@ -154,18 +155,23 @@ class LayerRuntime:
         config: the options of the ``tile_overlap`` block.
         name: the layer's name in the model.
         backend: the module whose ``dispatch``, ``run_experts`` and ``combine`` the forward calls.
-        forms: finds out what kind of module the experts are.
     """
 
     def __init__(self, config: TileOverlapConfig, name: str):
         self.config = config
         self.name = name
-        self.forms = FormCache()
+        self._experts: LocalExperts | None = None
         self._peers: Peers | None = None
 
     @property
     def backend(self):
         return _BACKENDS[self.config.backend]
+
+    def experts(self, modules: nn.ModuleList) -> LocalExperts:
+        """The local experts, looked at again where any of them changed."""
+        if self._experts is None or not self._experts.are_current(modules):
+            self._experts = LocalExperts(modules)
+        return self._experts
 
     def peers(self, group: torch.distributed.ProcessGroup | None, device: torch.device) -> Peers:
         if self._peers is None or self._peers.group is not group:

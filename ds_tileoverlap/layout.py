@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import triton
@@ -67,6 +68,11 @@ class Plan:
         by_expert = self.counts[:, : -self.peers.size].sum(0)
         return by_expert.chunk(self.peers.size)[self.peers.rank].tolist()
 
+    @cached_property
+    def expert_starts(self) -> list[int]:
+        """Where each local expert's rows start, then R; ``row_offsets`` on the host."""
+        return list(accumulate(self.expert_counts, initial=0))
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensor fields. Autograd functions save these, so that checkpointing frees and recomputes them too."""
         return tuple(getattr(self, name) for name in _TENSOR_FIELDS)
@@ -96,10 +102,9 @@ def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
     num_tokens, top_k = experts.shape
     experts_per_rank = num_experts // peers.size
     leaders = leader_ranks(experts, experts_per_rank)
-    _, routes_per_expert = bucket_positions(experts.view(-1), num_experts)
-    positions, rows_per_rank = bucket_positions(leaders.view(-1), peers.size)
-    gathered = all_gather_counts(torch.cat([routes_per_expert, rows_per_rank]), peers)
-    host_counts = HostCopy(gathered, peers)
+    positions, rank_offsets = bucket_positions(leaders.view(-1), peers.size)
+    counts = torch.cat([bucket_counts(experts.view(-1), num_experts), rank_offsets.diff()])
+    host_counts = HostCopy(all_gather_counts(counts, peers), peers)
 
     # Queued before the host waits: the device has work while the counts travel.
     token_slots = positions.view(num_tokens, top_k)
@@ -112,9 +117,8 @@ def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
     received = all_to_all_rows(sent, plan.send_splits, plan.recv_splits, peers, "layout")
     received_experts, received_weights = received[:, :top_k], received[:, top_k:].view(torch.float32)
 
-    rows, rows_per_expert = bucket_positions(received_experts.reshape(-1), experts_per_rank)
+    rows, row_offsets = bucket_positions(received_experts.reshape(-1), experts_per_rank)
     row_choices = inverse(rows, sum(plan.expert_counts))
-    row_offsets = torch.nn.functional.pad(rows_per_expert.cumsum(0, dtype=torch.int32), (1, 0))
     return replace(
         plan,
         sent_tokens=sent_tokens,
@@ -163,6 +167,13 @@ def shared_slots(token_slots: torch.Tensor, experts: torch.Tensor, experts_per_r
     return torch.where(same_rank, token_slots.unsqueeze(1), -1).amax(2)
 
 
+def bucket_counts(keys: torch.Tensor, num_buckets: int) -> torch.Tensor:
+    """How often each key occurs: [N] int32 keys in [-1, num_buckets) -> [num_buckets] int32; -1 is not counted."""
+    if kernels.use_triton(keys) and keys.numel():
+        return _count_blocks(keys, num_buckets)[1]
+    return (keys.unsqueeze(1) == torch.arange(num_buckets, device=keys.device)).sum(0, dtype=torch.int32)
+
+
 def bucket_positions(keys: torch.Tensor, num_buckets: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A stable counting sort: where each key's element goes when elements are grouped by key.
 
@@ -170,16 +181,16 @@ def bucket_positions(keys: torch.Tensor, num_buckets: int) -> tuple[torch.Tensor
         keys: [N] int32 in [-1, num_buckets); elements with key -1 are left out.
 
     Returns:
-        positions [N] int32 (-1 for those left out) and counts [num_buckets] int32.
-        Keys ``[1, 0, -1, 1, 0]`` with 2 buckets give ``[2, 0, -1, 3, 1]`` and ``[2, 2]``.
+        positions [N] int32 (-1 for those left out) and offsets [num_buckets + 1] int32, where each group starts.
+        Keys ``[1, 0, -1, 1, 0]`` with 2 buckets give ``[2, 0, -1, 3, 1]`` and ``[0, 2, 4]``.
     """
     if kernels.use_triton(keys) and keys.numel():
-        return _bucket_positions_triton(keys, num_buckets)
+        block_starts, counts = _count_blocks(keys, num_buckets)
+        return _place_in_blocks(keys, block_starts, counts)
     one_hot = keys.unsqueeze(1) == torch.arange(num_buckets, device=keys.device)
-    counts = one_hot.sum(0, dtype=torch.int32)
-    starts = counts.cumsum(0, dtype=torch.int32) - counts
-    before = one_hot.cumsum(0, dtype=torch.int32) - 1 + starts
-    return torch.where(one_hot, before, -1).amax(1).int(), counts
+    offsets = torch.nn.functional.pad(one_hot.sum(0).cumsum(0, dtype=torch.int32), (1, 0))
+    places = one_hot.cumsum(0, dtype=torch.int32) - 1 + offsets[:-1]
+    return torch.where(one_hot, places, -1).amax(1).int(), offsets
 
 
 def inverse(positions: torch.Tensor, length: int, divisor: int = 1) -> torch.Tensor:
@@ -246,20 +257,33 @@ def _per_token(kernel, *tensors: torch.Tensor, experts_per_rank: int) -> None:
     kernel[(triton.cdiv(num_tokens, 128),)](*tensors, num_tokens, experts_per_rank, TOP_K=top_k, BLOCK=128)
 
 
-def _bucket_positions_triton(keys: torch.Tensor, num_buckets: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _count_blocks(keys: torch.Tensor, num_buckets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each block of keys and each bucket, the number of earlier keys in the bucket; and all keys of each bucket."""
     width = kernels.power_of_2(num_buckets)
     block = kernels.tile_rows(width)
     num_blocks = triton.cdiv(keys.numel(), block)
-    block_counts = keys.new_empty(num_blocks, num_buckets)
-    _histogram_kernel[(num_blocks,)](keys, block_counts, keys.numel(), num_buckets, BLOCK=block, WIDTH=width)
-    block_ends = block_counts.cumsum(0, dtype=torch.int32)
-    counts = block_ends[-1]
-    starts = counts.cumsum(0, dtype=torch.int32) - counts
-    positions = torch.empty_like(keys)
-    _positions_kernel[(num_blocks,)](
-        keys, block_ends, block_counts, starts, positions, keys.numel(), num_buckets, BLOCK=block, WIDTH=width
+    block_starts = keys.new_empty(num_blocks, num_buckets)
+    counts = keys.new_empty(num_buckets)
+    _histogram_kernel[(num_blocks,)](keys, block_starts, keys.numel(), num_buckets, BLOCK=block, WIDTH=width)
+    columns = min(width, 16)
+    _scan_blocks_kernel[(triton.cdiv(num_buckets, columns),)](
+        block_starts, counts, num_blocks, num_buckets, ROWS=256, COLUMNS=columns
     )
-    return positions, counts
+    return block_starts, counts
+
+
+def _place_in_blocks(
+    keys: torch.Tensor, block_starts: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_blocks, num_buckets = block_starts.shape
+    width = kernels.power_of_2(num_buckets)
+    positions = torch.empty_like(keys)
+    offsets = keys.new_empty(num_buckets + 1)
+    block = kernels.tile_rows(width)
+    _positions_kernel[(num_blocks,)](
+        keys, block_starts, counts, positions, offsets, keys.numel(), num_buckets, BLOCK=block, WIDTH=width
+    )
+    return positions, offsets
 
 
 @triton.jit
@@ -311,20 +335,43 @@ def _histogram_kernel(keys, block_counts, num_keys, num_buckets, BLOCK: tl.const
 
 
 @triton.jit
+def _scan_blocks_kernel(block_counts, counts, num_blocks, num_buckets, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Replaces each column's counts by their exclusive sums and writes the column's total."""
+    bucket = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.zeros((COLUMNS,), tl.int32)
+    for start in range(0, num_blocks, ROWS):
+        block = start + tl.arange(0, ROWS)
+        inside = (block < num_blocks)[:, None] & (bucket < num_buckets)[None, :]
+        place = block_counts + block[:, None] * num_buckets + bucket[None, :]
+        count = tl.load(place, inside, other=0)
+        tl.store(place, before[None, :] + tl.cumsum(count, 0) - count, inside)
+        before += tl.sum(count, 0)
+    tl.store(counts + bucket, before, bucket < num_buckets)
+
+
+@triton.jit
 def _positions_kernel(
-    keys, block_ends, block_counts, starts, positions, num_keys, num_buckets, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+    keys,
+    block_starts,
+    counts,
+    positions,
+    offsets,
+    num_keys,
+    num_buckets,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     element, one_hot = _one_hot(keys, num_keys, BLOCK, WIDTH)
     bucket = tl.arange(0, WIDTH)
-    row = tl.program_id(0) * num_buckets + bucket
     exists = bucket < num_buckets
-    first = (
-        tl.load(starts + bucket, exists, other=0)
-        + tl.load(block_ends + row, exists, other=0)
-        - tl.load(block_counts + row, exists, other=0)
-    )
+    count = tl.load(counts + bucket, exists, other=0)
+    end = tl.cumsum(count, 0)
+    first = end - count + tl.load(block_starts + tl.program_id(0) * num_buckets + bucket, exists, other=0)
     place = first[None, :] + tl.cumsum(one_hot, 0)
     tl.store(positions + element, tl.sum(place * one_hot, 1) - 1, element < num_keys)
+    if tl.program_id(0) == 0:
+        tl.store(offsets + bucket + 1, end, exists)
+        tl.store(offsets + bucket, end - count, bucket == 0)
 
 
 @triton.jit

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from .exchange import all_to_all_rows
-from .expert_form import ExpertForm
 from .expert_gemm import run_modules
 from .kernels import without_autocast
 from .layout import Plan
+from .local_experts import LocalExperts
 
 
 def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,11 +21,9 @@ def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.
     return received[plan.row_choices // plan.top_k], received_weights.reshape(-1)[plan.row_choices]
 
 
-def run_experts(
-    rows: torch.Tensor, row_weights: torch.Tensor, experts: torch.nn.ModuleList, form: ExpertForm | None, plan: Plan
-) -> torch.Tensor:
+def run_experts(rows: torch.Tensor, row_weights: torch.Tensor, experts: LocalExperts, plan: Plan) -> torch.Tensor:
     """Expert outputs scaled by their row's weight: [R, H] -> [R, H]."""
-    return run_modules(experts, rows, row_weights, plan)
+    return run_modules(experts.modules, rows, row_weights, plan)
 
 
 def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:

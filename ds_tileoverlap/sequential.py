@@ -15,10 +15,10 @@ import torch
 
 from .combine import return_rows, return_scalars
 from .dispatch import send_scalars, send_tokens
-from .expert_form import ExpertForm
 from .expert_gemm import ExpertMLP, run_modules
 from .kernels import without_autocast
 from .layout import Plan
+from .local_experts import LocalExperts
 
 
 def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,13 +28,12 @@ def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.
     return _Dispatch.apply(x, weights, anchor, plan)
 
 
-def run_experts(
-    rows: torch.Tensor, row_weights: torch.Tensor, experts: torch.nn.ModuleList, form: ExpertForm | None, plan: Plan
-) -> torch.Tensor:
+def run_experts(rows: torch.Tensor, row_weights: torch.Tensor, experts: LocalExperts, plan: Plan) -> torch.Tensor:
     """Expert outputs scaled by their row's weight: [R, H] -> [R, H]."""
-    if form is None:
-        return run_modules(experts, rows, row_weights, plan)
-    return ExpertMLP.apply(rows, row_weights, form, plan, *form.parameters(experts))
+    if experts.form is None:
+        return run_modules(experts.modules, rows, row_weights, plan)
+    layout = experts.weight_layout(rows.dtype)
+    return ExpertMLP.apply(rows, row_weights, layout, plan, *experts.parameters())
 
 
 def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:

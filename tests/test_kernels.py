@@ -51,12 +51,13 @@ def test_worked_examples(compare):
     keys = torch.tensor([1, 0, -1, 1, 0], dtype=torch.int32, device=DEVICE)
 
     def run():
-        positions, counts = layout.bucket_positions(keys, 2)
+        positions, offsets = layout.bucket_positions(keys, 2)
         return [
             layout.leader_ranks(experts, 2),
             layout.shared_slots(slots, experts, 2),
             positions,
-            counts,
+            offsets,
+            layout.bucket_counts(keys, 2),
             layout.inverse(positions, 4),
             combine.sum_rows(
                 torch.tensor([[1.0], [2.0], [4.0]], device=DEVICE),
@@ -70,6 +71,7 @@ def test_worked_examples(compare):
             [[0, 1, -1], [1, -1, -1]],
             [[0, 1, 0], [2, -1, 2]],
             [2, 0, -1, 3, 1],
+            [0, 2, 4],
             [2, 2],
             [1, 4, 0, 3],
             [[5.0], [2.0]],
@@ -77,7 +79,7 @@ def test_worked_examples(compare):
 
 
 @pytest.mark.parametrize(
-    "num_tokens,k,num_experts,ranks", [(1, 1, 2, 2), (33, 2, 8, 4), (300, 8, 60, 3), (257, 3, 5, 1)]
+    "num_tokens,k,num_experts,ranks", [(1, 1, 2, 2), (33, 2, 8, 4), (300, 8, 60, 3), (257, 3, 5, 1), (2100, 8, 128, 2)]
 )
 def test_index_kernels(compare, num_tokens, k, num_experts, ranks):
     experts = random_experts(num_tokens, k, num_experts)
@@ -86,16 +88,17 @@ def test_index_kernels(compare, num_tokens, k, num_experts, ranks):
 
     def run():
         leaders = layout.leader_ranks(experts, per_rank)
-        slots, counts = layout.bucket_positions(leaders.view(-1), ranks)
+        slots, offsets = layout.bucket_positions(leaders.view(-1), ranks)
         slots = slots.view(num_tokens, k)
         shared = layout.shared_slots(slots, experts, per_rank)
-        sent_tokens = layout.inverse(slots.view(-1), int(counts.sum()), k)
+        sent_tokens = layout.inverse(slots.view(-1), int(offsets[-1]), k)
         routes = route.Routes(experts, weights, None, None)
         sent = layout.sent_routes(routes, sent_tokens, shared, per_rank)
         return [
             leaders,
             slots,
-            counts,
+            offsets,
+            layout.bucket_counts(experts.view(-1), num_experts),
             shared,
             sent_tokens,
             sent,
@@ -169,7 +172,7 @@ def plan_of(counts):
 def test_bias_kernels(compare, width):
     counts = [3, 0, 130, 1]
     plan, num_rows = plan_of(counts), sum(counts)
-    biases = list(random(4, width, seed=1))
+    biases = random(4, width, seed=1)
     weights, grads, rows = random(num_rows, seed=2), random(num_rows, width, seed=3), random(num_rows, width, seed=4)
 
     def run():

@@ -1,0 +1,158 @@
+"""Expert parameters as stacked matrices: views where memory allows it, never copies of what DeepSpeed keeps in place.
+
+Experts are separate parameters that ZeRO puts into flat buffers. Evenly spaced ones are one strided [n, N, K] view. How
+they lie is found once and kept as numbers; views are made anew in every forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .expert_form import ExpertForm
+
+Slots = list[Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Experts ``first`` to ``end`` - 1, whose matrices lie ``step`` elements apart in one storage."""
+
+    first: int
+    end: int
+    step: int
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How the experts' matrices lie in memory.
+
+    Attributes:
+        form: the experts' form.
+        joint: whether every expert holds gate and up next to each other, so that they are one [2I, H] map.
+        up_first: whether the first half of the joint map is up.
+        inputs: for each input map (up; gate and up; or the joint one) its runs.
+        down: the runs of the down projection.
+    """
+
+    form: ExpertForm
+    joint: bool
+    up_first: bool
+    inputs: tuple[tuple[Run, ...], ...]
+    down: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The parameters of all local experts during one forward or backward.
+
+    Attributes:
+        inputs: for each input map a list of (first expert, end, view [n, N, H]).
+        down: the same of the down projection, views [n, H, I].
+        biases: projection name -> [E_local, N].
+    """
+
+    layout: WeightLayout
+    inputs: list[list[tuple[int, int, torch.Tensor]]]
+    down: list[tuple[int, int, torch.Tensor]]
+    biases: dict[str, torch.Tensor]
+
+    def split(self, parts: list[torch.Tensor], dim: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The gate's and up's share of one tensor an input map; no gate gives ``None``."""
+        if self.layout.form.gate is None:
+            return None, parts[0]
+        first, second = parts[0].chunk(2, dim) if self.layout.joint else parts
+        return (second, first) if self.layout.up_first else (first, second)
+
+
+def expert_weights(layout: WeightLayout, parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> ExpertWeights:
+    """The weights as views of the parameters, or of a copy in ``dtype`` where the parameters have another.
+
+    Args:
+        layout: how parameters of that dtype lie, from :func:`find_layout`.
+        parameters: all local experts', slot by slot of the form.
+    """
+    form = layout.form
+    slots = split_slots(form, parameters)
+    if parameters[0].dtype != dtype:
+        slots = cast(slots, dtype)
+    by_slot = dict(zip(form.slots, slots))
+    gate_and_up = [by_slot[name, "weight"] for name in form.projections[:-1]]
+    if layout.joint:
+        gate_and_up = [gate_and_up[1 if layout.up_first else 0]]
+    inputs = [_views(w, runs, 2 if layout.joint else 1) for w, runs in zip(gate_and_up, layout.inputs)]
+    biases = {name: torch.stack(list(slot)) for (name, kind), slot in by_slot.items() if kind == "bias"}
+    return ExpertWeights(layout, inputs, _views(by_slot[form.down, "weight"], layout.down, 1), biases)
+
+
+def split_slots(form: ExpertForm, parameters: Sequence[torch.Tensor]) -> Slots:
+    """The flat list of parameters, slot by slot."""
+    num_experts = len(parameters) // len(form.slots)
+    return [parameters[i : i + num_experts] for i in range(0, len(parameters), num_experts)]
+
+
+def _views(weights: Sequence[torch.Tensor], runs: tuple[Run, ...], height: int):
+    views = []
+    for run in runs:
+        weight = weights[run.first]
+        rows, columns = weight.shape
+        size, stride = (run.end - run.first, height * rows, columns), (run.step, columns, 1)
+        views.append((run.first, run.end, weight.as_strided(size, stride, weight.storage_offset())))
+    return views
+
+
+def find_layout(form: ExpertForm, slots: Slots) -> WeightLayout:
+    """Looks where the experts' matrices lie. They must be contiguous, each on its own."""
+    by_slot = dict(zip(form.slots, slots))
+    inputs = [by_slot[name, "weight"] for name in form.projections[:-1]]
+    down = _runs(by_slot[form.down, "weight"])
+    if form.gate is not None:
+        for first, second in (inputs, inputs[::-1]):
+            if all(a.shape == b.shape and _step(a, b) == a.numel() for a, b in zip(first, second)):
+                return WeightLayout(form, True, first is inputs[1], (_runs(first, height=2),), down)
+    return WeightLayout(form, False, False, tuple(_runs(weights) for weights in inputs), down)
+
+
+def _runs(weights: Sequence[torch.Tensor], height: int = 1) -> tuple[Run, ...]:
+    runs, first = [], 0
+    while first < len(weights):
+        end = first + 1
+        step = _step(weights[first], weights[end]) if end < len(weights) else None
+        if step is not None and step >= height * weights[first].numel():
+            while end < len(weights) and _step(weights[end - 1], weights[end]) == step:
+                end += 1
+        else:
+            step = height * weights[first].numel()
+        runs.append(Run(first, end, step))
+        first = end
+    return tuple(runs)
+
+
+def _step(a: torch.Tensor, b: torch.Tensor) -> int | None:
+    """Elements from ``a`` to ``b`` if one view can span both."""
+    same_storage = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return b.storage_offset() - a.storage_offset() if same_storage else None
+
+
+def lay_out(slots: Slots, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Uninitialised tensors like the parameters, in one buffer: expert by expert, an expert's matrices side by side."""
+    # Matrices first: vectors of odd lengths between them would spoil their alignment.
+    order = sorted(range(len(slots)), key=lambda i: slots[i][0].dim() < 2)
+    sizes = [slot[0].numel() for slot in slots]
+    buffer = torch.empty(len(slots[0]), (sum(sizes) + 7) // 8 * 8, dtype=dtype, device=slots[0][0].device)
+    places: list[list[torch.Tensor]] = [[] for _ in slots]
+    for line in buffer:
+        start = 0
+        for i in order:
+            places[i].append(line[start : start + sizes[i]].view(slots[i][0].shape))
+            start += sizes[i]
+    return places
+
+
+def cast(slots: Slots, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Copies of the parameters in another dtype, as :func:`lay_out` places them."""
+    copies = lay_out(slots, dtype)
+    torch._foreach_copy_([c for copy in copies for c in copy], [p.detach() for slot in slots for p in slot])
+    return copies

@@ -1,0 +1,91 @@
+"""The experts of this rank: what they have in common, and where their parameters lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .expert_form import common_form, hooks_of
+from .expert_weights import Slots, WeightLayout, cast, find_layout, lay_out, split_slots
+
+
+class LocalExperts:
+    """The local experts as modules: their common form, and a check for every forward that it still holds.
+
+    Attributes:
+        modules: the experts.
+        form: the form that all of them share, or ``None`` where they must run as they are.
+    """
+
+    def __init__(self, experts: nn.ModuleList):
+        self.modules = experts
+        self.form = common_form(experts)
+        modules = [module for expert in experts for module in expert.modules()]
+        self._layout: WeightLayout | None = None
+        self._layout_key: object = None
+        self._training = experts.training
+        # Of a linear map only its parameters, hooks and an overridden forward matter: the last is one attribute more.
+        linears = [module for module in modules if type(module) is nn.Linear]
+        others = [module for module in modules if type(module) is not nn.Linear]
+        self._attributes = [(vars(module), tuple(vars(module).values())) for module in others]
+        self._linears = [vars(module) for module in linears]
+        self._num_attributes = list(map(len, self._linears))
+        self._children = [(module._modules, tuple(module._modules.values())) for module in modules if module._modules]
+        self._hooks = [hooks for module in modules for hooks in hooks_of(module)]
+        self._slots = []
+        if self.form is not None:
+            self._slots = [
+                (expert.get_submodule(name)._parameters, kind) for name, kind in self.form.slots for expert in experts
+            ]
+        self._biases = [module._parameters for module in linears]
+        self._unbiased = [parameters["bias"] is None for parameters in self._biases]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all experts, slot by slot of the form."""
+        return [parameters[kind] for parameters, kind in self._slots]
+
+    def weight_layout(self, dtype: torch.dtype) -> WeightLayout:
+        """How the parameters, or their copies where ``dtype`` differs from theirs, lie in memory.
+
+        Parameters that own their storages are moved side by side first, as recurrent layers of torch do; those that
+        somebody else placed, like ZeRO, stay where they are.
+        """
+        parameters = self.parameters()
+        slots = split_slots(self.form, parameters)
+        key = dtype if parameters[0].dtype != dtype else tuple(p.data_ptr() for p in parameters)
+        if self._layout_key != key:
+            if parameters[0].dtype != dtype:
+                slots = cast(slots, dtype)
+            else:
+                if all(p.untyped_storage().nbytes() == p.nbytes for p in parameters):
+                    _move_side_by_side(slots)
+                    key = tuple(p.data_ptr() for p in parameters)
+            self._layout, self._layout_key = find_layout(self.form, slots), key
+        return self._layout
+
+    def are_current(self, experts: nn.ModuleList) -> bool:
+        """Whether no module got a hook, another child, another mode, or any other attribute since."""
+        return (
+            experts.training is self._training
+            and not any(self._hooks)
+            and _values_are(self._attributes)
+            and _values_are(self._children)
+            and list(map(len, self._linears)) == self._num_attributes
+            and [parameters["bias"] is None for parameters in self._biases] == self._unbiased
+        )
+
+
+@torch.no_grad()
+def _move_side_by_side(slots: Slots) -> None:
+    for slot, places in zip(slots, lay_out(slots, slots[0][0].dtype)):
+        for parameter, place in zip(slot, places):
+            parameter.data = place.copy_(parameter)
+
+
+def _values_are(seen: list[tuple[dict, tuple]]) -> bool:
+    """Whether each dictionary holds the values it was seen with; the same object is equal without a look inside."""
+    try:
+        return all(tuple(values.values()) == expected for values, expected in seen)
+    except RuntimeError:
+        # Two different tensors were compared.
+        return False
