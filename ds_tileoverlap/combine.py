@@ -24,11 +24,9 @@ def return_rows(rows: torch.Tensor, plan: Plan, stage: str) -> torch.Tensor:
 
 def return_scalars(scalars: torch.Tensor, plan: Plan, stage: str) -> torch.Tensor:
     """Returns one float32 a row: [R] of this rank's expert rows -> [T, k] of its routes, 0 for a dropped route."""
-    partial = _pick(scalars, plan.choice_rows)
+    partial = gather_scalars(scalars, plan.choice_rows)
     returned = all_to_all_rows(partial, plan.recv_splits, plan.send_splits, plan.peers, stage)
-    choice = torch.arange(plan.top_k, device=scalars.device, dtype=torch.int32)
-    place = torch.where(plan.choice_slots >= 0, plan.choice_slots * plan.top_k + choice, -1)
-    return _pick(returned.view(-1), place)
+    return gather_scalars(returned, plan.choice_slots)
 
 
 def sum_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -64,11 +62,41 @@ def sum_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return total.to(rows.dtype)
 
 
-def _pick(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``values[index]``, 0 where the index is -1."""
+def gather_scalars(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The value that each element of ``index`` names, 0 where it is -1.
+
+    Args:
+        values: [S] float32; or [S, k], of which column j is read by column j of the index.
+        index: [N, k] int32.
+
+    Returns:
+        [N, k] float32.
+    """
+    num_rows, num_columns = index.shape
+    by_column = values.dim() == 2
+    if kernels.use_triton(values):
+        picked = values.new_empty(index.shape)
+        if picked.numel():
+            grid = (triton.cdiv(picked.numel(), 1024),)
+            _gather_scalars_kernel[grid](
+                values, index, picked, picked.numel(), COLUMNS=num_columns if by_column else 0, BLOCK=1024
+            )
+        return picked
     if values.numel() == 0:
         return values.new_zeros(index.shape)
-    return torch.where(index >= 0, values[index.clamp(min=0)], 0)
+    rows = index.clamp(min=0).long()
+    found = values.gather(0, rows) if by_column else values[rows]
+    return torch.where(index >= 0, found, 0)
+
+
+@triton.jit
+def _gather_scalars_kernel(values, index, picked, num_elements, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(index + element, element < num_elements, other=-1)
+    place = row
+    if COLUMNS > 0:
+        place = row * COLUMNS + element % COLUMNS
+    tl.store(picked + element, tl.load(values + place, row >= 0, other=0.0), element < num_elements)
 
 
 @triton.jit

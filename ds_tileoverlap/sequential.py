@@ -64,9 +64,11 @@ class _Dispatch(_PlanFunction):
     @staticmethod
     @without_autocast
     def backward(ctx, grad_rows, grad_row_weights):
-        plan = _Dispatch.plan_of(ctx)
+        plan, stage = _Dispatch.plan_of(ctx), "dispatch backward"
+        if not torch.is_grad_enabled():
+            return return_rows(grad_rows, plan, stage), return_scalars(grad_row_weights, plan, stage), None, None
         return (
-            _ReturnRows.apply(grad_rows, plan, "dispatch backward"),
+            _ReturnRows.apply(grad_rows, plan, stage),
             _ReturnScalars.apply(grad_row_weights, plan),
             None,
             None,
@@ -82,7 +84,10 @@ class _ReturnRows(_PlanFunction):
     @staticmethod
     @without_autocast
     def backward(ctx, grad):
-        return _SendTokens.apply(grad, _ReturnRows.plan_of(ctx)), None, None
+        plan = _ReturnRows.plan_of(ctx)
+        if not torch.is_grad_enabled():
+            return send_tokens(grad, plan, "combine backward"), None, None
+        return _SendTokens.apply(grad, plan), None, None
 
 
 class _SendTokens(_PlanFunction):

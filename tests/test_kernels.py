@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import E
 
-from ds_tileoverlap import activation, combine, dispatch, expert_gemm, kernels, layout, route
+from ds_tileoverlap import activation, combine, dispatch, expert_gemm, kernels, layout, placement, route
 from ds_tileoverlap.exchange import Peers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,65 +47,55 @@ def same(got, expected, rtol=0.0):
 
 def test_worked_examples(compare):
     experts = torch.tensor([[0, 3, 1], [2, -1, 3]], dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([[0, 1, -1], [2, -1, -1]], dtype=torch.int32, device=DEVICE)
-    keys = torch.tensor([1, 0, -1, 1, 0], dtype=torch.int32, device=DEVICE)
+    received = torch.tensor([[0, -1, 1, 0, 0, 0], [0, -1, -1, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
 
     def run():
-        positions, offsets = layout.bucket_positions(keys, 2)
+        counted = placement.count_routes(experts, 4, 2)
+        sent_tokens, choice_slots, token_slots, sent = placement.place_tokens(experts, random(2, 3), counted, 2)
+        choice_rows, row_choices, _, row_offsets = placement.place_rows(received, 2, 3)
+        rows = torch.tensor([[1.0], [2.0], [4.0]], device=DEVICE)
+        sums = combine.sum_rows(rows, torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32, device=DEVICE))
         return [
-            layout.leader_ranks(experts, 2),
-            layout.shared_slots(slots, experts, 2),
-            positions,
-            offsets,
-            layout.bucket_counts(keys, 2),
-            layout.inverse(positions, 4),
-            combine.sum_rows(
-                torch.tensor([[1.0], [2.0], [4.0]], device=DEVICE),
-                torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32, device=DEVICE),
-            ),
+            (counted.counts, [1, 1, 1, 2, 1, 2]),
+            (sent_tokens[:3], [0, 0, 1]),
+            (choice_slots, [[0, 1, 0], [2, -1, 2]]),
+            (token_slots, [[0, 1, -1], [2, -1, -1]]),
+            (sent[:3, :3], [[0, -1, 1], [-1, 1, -1], [0, -1, 1]]),
+            (choice_rows, [[0, -1, 2], [1, -1, -1]]),
+            (row_choices, [0, 3, 2]),
+            (row_offsets, [0, 2, 3]),
+            (sums, [[5.0], [2.0]]),
         ]
 
     for results in compare(run):
-        values = [result.tolist() for result in results]
-        assert values == [
-            [[0, 1, -1], [1, -1, -1]],
-            [[0, 1, 0], [2, -1, 2]],
-            [2, 0, -1, 3, 1],
-            [0, 2, 4],
-            [2, 2],
-            [1, 4, 0, 3],
-            [[5.0], [2.0]],
-        ]
+        for got, expected in results:
+            assert got.tolist() == expected
 
 
 @pytest.mark.parametrize(
-    "num_tokens,k,num_experts,ranks", [(1, 1, 2, 2), (33, 2, 8, 4), (300, 8, 60, 3), (257, 3, 5, 1), (2100, 8, 128, 2)]
+    "num_tokens,k,num_experts,ranks",
+    [(1, 1, 2, 2), (33, 2, 8, 4), (300, 8, 60, 3), (257, 3, 5, 1), (2100, 8, 128, 2), (70, 4, 1024, 512)],
 )
-def test_index_kernels(compare, num_tokens, k, num_experts, ranks):
-    experts = random_experts(num_tokens, k, num_experts)
-    weights = random(num_tokens, k)
-    per_rank = num_experts // ranks
+def test_placement_kernels(compare, num_tokens, k, num_experts, ranks):
+    experts, weights = random_experts(num_tokens, k, num_experts), random(num_tokens, k)
 
     def run():
-        leaders = layout.leader_ranks(experts, per_rank)
-        slots, offsets = layout.bucket_positions(leaders.view(-1), ranks)
-        slots = slots.view(num_tokens, k)
-        shared = layout.shared_slots(slots, experts, per_rank)
-        sent_tokens = layout.inverse(slots.view(-1), int(offsets[-1]), k)
-        routes = route.Routes(experts, weights, None, None)
-        sent = layout.sent_routes(routes, sent_tokens, shared, per_rank)
-        return [
-            leaders,
-            slots,
-            offsets,
-            layout.bucket_counts(experts.view(-1), num_experts),
-            shared,
-            sent_tokens,
-            sent,
-            *layout.bucket_positions(experts.view(-1), num_experts),
-        ]
+        counted = placement.count_routes(experts, num_experts, ranks)
+        sent_tokens, choice_slots, token_slots, sent = placement.place_tokens(experts, weights, counted, ranks)
+        num_sent = int(counted.counts[num_experts:].sum())
+        # One receiver takes every row: its local experts are those of all ranks laid over each other.
+        num_rows = int((sent[:num_sent, :k] >= 0).sum())
+        placed = placement.place_rows(sent[:num_sent], num_experts // ranks, num_rows)
+        return [counted.counts, sent_tokens[:num_sent], choice_slots, token_slots, sent[:num_sent], *placed]
 
     twin, kernel = compare(run)
+    same(kernel, twin)
+
+
+def test_scalar_kernel(compare):
+    index = torch.randint(-1, 20, (13, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    values, by_column = random(20, seed=2), random(20, 3, seed=3)
+    twin, kernel = compare(lambda: [combine.gather_scalars(values, index), combine.gather_scalars(by_column, index)])
     same(kernel, twin)
 
 
