@@ -6,6 +6,7 @@ Letters: R expert rows grouped by expert, H hidden size, I intermediate size, E_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ import triton.language as tl
 from . import kernels
 from .activation import ACTIVATIONS, hidden_backward, weighted_hidden
 from .expert_form import ExpertForm
-from .expert_weights import expert_weights, split_slots
+from .expert_weights import ExpertWeights, split_slots
 from .layout import Plan
 
 # The matrices of all local experts: (first expert, end, view [n, N, K]) for each run.
@@ -67,82 +68,102 @@ def grouped_mm_runs(rows: torch.Tensor, other: torch.Tensor) -> bool:
     return all(t.data_ptr() % 16 == 0 and all(s == 1 or s % 8 == 0 for s in t.stride()) for t in (rows, other))
 
 
-class ExpertMLP(torch.autograd.Function):
-    """Expert outputs scaled by the router weight of their row: [R, H] -> [R, H].
+def mlp_forward(
+    rows: torch.Tensor, row_weights: torch.Tensor, weights: ExpertWeights, plan: Plan
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Expert outputs scaled by the router weight of their row: [R, H] -> [R, H], and the pre-activations."""
+    form = weights.layout.form
+    pre_activations = [project(rows, stack, plan) for stack in weights.inputs]
+    gate, up = weights.split(pre_activations, 1)
+    for name, part in ((form.gate, gate), (form.up, up)):
+        if name in weights.biases:
+            add_expert_bias_(part, weights.biases[name], plan)
+    output = project(weighted_hidden(gate, up, row_weights, form.act), weights.down, plan)
+    if form.down in weights.biases:
+        add_expert_bias_(output, weights.biases[form.down], plan, row_weights)
+    return output, pre_activations
 
-    The parameters follow the fixed inputs, slot by slot of the form: E_local tensors each. Every parameter that wants a
-    gradient gets one, zeros for an expert without rows.
+
+@dataclass(frozen=True)
+class RowGrads:
+    """The first half of an MLP's backward: what returns to the owners of the rows, and what weight gradients need.
+
+    Attributes:
+        rows: [R, H] gradient of the rows.
+        row_weights: [R] float32 gradient of the router weights.
+        output: [R, H] the gradient that came in.
+        pre_activations: gradients of the pre-activations, as the forward made these.
+        hidden: [R, I] weighted hidden rows, ``None`` where the down projection wants no gradient.
     """
 
-    @staticmethod
-    def forward(ctx, rows, row_weights, layout, plan, *parameters):
-        form = layout.form
-        weights = expert_weights(layout, parameters, rows.dtype)
-        pre_activations = [project(rows, stack, plan) for stack in weights.inputs]
-        gate, up = weights.split(pre_activations, 1)
-        for name, part in ((form.gate, gate), (form.up, up)):
-            if name in weights.biases:
-                add_expert_bias_(part, weights.biases[name], plan)
-        output = project(weighted_hidden(gate, up, row_weights, form.act), weights.down, plan)
-        if form.down in weights.biases:
-            add_expert_bias_(output, weights.biases[form.down], plan, row_weights)
-        ctx.layout, ctx.plan = layout, plan.without_tensors()
-        ctx.save_for_backward(rows, row_weights, *plan.tensors(), *parameters, *pre_activations)
-        return output
+    rows: torch.Tensor
+    row_weights: torch.Tensor
+    output: torch.Tensor
+    pre_activations: list[torch.Tensor]
+    hidden: torch.Tensor | None
 
-    @staticmethod
-    @kernels.without_autocast
-    def backward(ctx, grad):
-        form, num_parameters = ctx.layout.form, len(ctx.needs_input_grad) - 4
-        rows, row_weights, *saved = ctx.saved_tensors
-        num_plan_tensors = len(ctx.plan.tensors())
-        plan = ctx.plan.with_tensors(saved[:num_plan_tensors])
-        parameters = saved[num_plan_tensors : num_plan_tensors + num_parameters]
-        if torch.is_grad_enabled():
-            return _differentiable_backward(ctx, grad, rows, row_weights, plan, parameters)
-        pre_activations = saved[num_plan_tensors + num_parameters :]
-        del saved
-        weights = expert_weights(ctx.layout, parameters, rows.dtype)
-        wanted = {slot: any(needs) for slot, needs in zip(form.slots, split_slots(form, ctx.needs_input_grad[4:]))}
-        grad = grad.contiguous()
 
-        gate, up = weights.split(pre_activations, 1)
-        grad_pre_activations = [torch.empty_like(part) for part in pre_activations]
-        grad_gate, grad_up = weights.split(grad_pre_activations, 1)
-        hidden = up.new_empty(up.shape) if wanted[form.down, "weight"] else None
-        grad_hidden = project_back(grad, weights.down, plan)
-        grad_row_weights = hidden_backward(gate, up, row_weights, form.act, grad_hidden, grad_gate, grad_up, hidden)
-        if form.down in weights.biases:
-            grad_row_weights += expert_bias_dot(grad, weights.biases[form.down], plan)
-        del grad_hidden, pre_activations, gate, up
-        grad_rows = None
-        for part, stack in zip(grad_pre_activations, weights.inputs):
-            back = project_back(part, stack, plan)
-            grad_rows = back if grad_rows is None else grad_rows.add_(back)
+def mlp_backward_rows(
+    grad: torch.Tensor,
+    row_weights: torch.Tensor,
+    pre_activations: list[torch.Tensor],
+    weights: ExpertWeights,
+    plan: Plan,
+    keep_hidden: bool,
+) -> RowGrads:
+    """Gradients of :func:`mlp_forward` for its rows and their weights, from the gradient [R, H] of its output."""
+    form = weights.layout.form
+    gate, up = weights.split(pre_activations, 1)
+    grad_pre_activations = [torch.empty_like(part) for part in pre_activations]
+    grad_gate, grad_up = weights.split(grad_pre_activations, 1)
+    hidden = up.new_empty(up.shape) if keep_hidden else None
+    grad_hidden = project_back(grad, weights.down, plan)
+    grad_row_weights = hidden_backward(gate, up, row_weights, form.act, grad_hidden, grad_gate, grad_up, hidden)
+    if form.down in weights.biases:
+        grad_row_weights += expert_bias_dot(grad, weights.biases[form.down], plan)
+    del grad_hidden
+    grad_rows = None
+    for part, stack in zip(grad_pre_activations, weights.inputs):
+        back = project_back(part, stack, plan)
+        grad_rows = back if grad_rows is None else grad_rows.add_(back)
+    return RowGrads(grad_rows, grad_row_weights, grad, grad_pre_activations, hidden)
 
-        grads = {}
-        if hidden is not None:
-            grads[form.down, "weight"] = weight_grads(grad, hidden, plan)
-            del hidden
-        if any(wanted[name, "weight"] for name in form.projections[:-1]):
-            in_grads = weights.split([weight_grads(part, rows, plan) for part in grad_pre_activations], 1)
-            grads[form.gate, "weight"], grads[form.up, "weight"] = in_grads
-        for name, part, scale in (
-            (form.gate, grad_gate, None),
-            (form.up, grad_up, None),
-            (form.down, grad, row_weights),
-        ):
-            if wanted.get((name, "bias")):
-                grads[name, "bias"] = expert_sums(part, plan, scale)
-        num_experts = len(plan.expert_counts)
-        flat = [g for slot in form.slots for g in (grads[slot] if wanted[slot] else [None] * num_experts)]
-        return grad_rows, grad_row_weights, None, None, *flat
+
+def mlp_backward_weights(
+    grads: RowGrads,
+    rows: torch.Tensor,
+    row_weights: torch.Tensor,
+    weights: ExpertWeights,
+    plan: Plan,
+    wanted: dict[tuple[str, str], bool],
+) -> list[torch.Tensor | None]:
+    """Gradients of the experts' parameters, slot by slot of the form; zeros for an expert without rows.
+
+    Args:
+        wanted: for each slot, whether any expert wants its gradient; ``None`` stands for one that does not.
+    """
+    form, found = weights.layout.form, {}
+    if wanted[form.down, "weight"]:
+        found[form.down, "weight"] = weight_grads(grads.output, grads.hidden, plan)
+    if any(wanted[name, "weight"] for name in form.projections[:-1]):
+        of_inputs = weights.split([weight_grads(part, rows, plan) for part in grads.pre_activations], 1)
+        found[form.gate, "weight"], found[form.up, "weight"] = of_inputs
+    grad_gate, grad_up = weights.split(grads.pre_activations, 1)
+    for name, part, scale in (
+        (form.gate, grad_gate, None),
+        (form.up, grad_up, None),
+        (form.down, grads.output, row_weights),
+    ):
+        if wanted.get((name, "bias")):
+            found[name, "bias"] = expert_sums(part, plan, scale)
+    nothing = [None] * len(plan.expert_counts)
+    return [grad for slot in form.slots for grad in (found[slot] if wanted[slot] else nothing)]
 
 
 def mlp_by_expert(
     rows: torch.Tensor, row_weights: torch.Tensor, form: ExpertForm, plan: Plan, parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """:class:`ExpertMLP` in plain differentiable PyTorch, expert by expert: its reference, and its double backward."""
+    """:func:`mlp_forward` in plain differentiable PyTorch, expert by expert: its reference, and its double backward."""
     by_slot = dict(zip(form.slots, split_slots(form, parameters)))
 
     def linear(x, name, expert):
@@ -156,15 +177,6 @@ def mlp_by_expert(
         hidden = act(up) if form.gate is None else act(linear(chunk, form.gate, expert)) * up
         outputs.append(linear(hidden, form.down, expert))
     return (torch.cat(outputs) * row_weights.unsqueeze(1)).to(rows.dtype)
-
-
-def _differentiable_backward(ctx, grad, rows, row_weights, plan, parameters):
-    needs = (*ctx.needs_input_grad[:2], *ctx.needs_input_grad[4:])
-    needed = [tensor for tensor, need in zip([rows, row_weights, *parameters], needs) if need]
-    output = mlp_by_expert(rows, row_weights, ctx.layout.form, plan, parameters)
-    grads = iter(torch.autograd.grad(output, needed, grad, create_graph=True, materialize_grads=True))
-    found = [next(grads) if need else None for need in needs]
-    return *found[:2], None, None, *found[2:]
 
 
 def run_modules(

@@ -26,13 +26,15 @@ def tile_rows(width: int, most: int = 256) -> int:
     return max(1, min(most, INDEX_TILE // width))
 
 
-def without_autocast(backward: Callable) -> Callable:
-    """Keeps an ambient autocast out of a hand-written backward, whose dtypes are all chosen."""
+def without_autocast(function: Callable) -> Callable:
+    """Keeps an ambient autocast out of a method of an autograd function, where every dtype is chosen by hand."""
 
-    @functools.wraps(backward)
-    def run(ctx, *grads):
-        device = next(grad.device.type for grad in grads if grad is not None)
+    @functools.wraps(function)
+    def run(ctx, *inputs):
+        device = next(value.device.type for value in inputs if isinstance(value, torch.Tensor))
+        if not torch.is_autocast_enabled(device):
+            return function(ctx, *inputs)
         with torch.autocast(device, enabled=False):
-            return backward(ctx, *grads)
+            return function(ctx, *inputs)
 
     return run

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
 from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
-from deepspeed.moe.sharded_moe import (
-    FIRST_ALLTOALL_TIMER,
-    MOE_TIMER,
-    SECOND_ALLTOALL_TIMER,
-    TOPK_GATE_TIMER,
-    MOELayer,
-    TopKGate,
-)
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
@@ -31,6 +21,7 @@ from .expert_form import ExpertForm
 from .layout import layout
 from .local_experts import LocalExperts
 from .route import Routes, route
+from .stages import Stages
 
 _BACKENDS = {"auto": sequential, "sequential": sequential, "reference": reference}
 
@@ -100,19 +91,15 @@ class TileMOELayer(MOELayer):
         peers = run.peers(self.ep_group, x.device)
         _check_dtype(x, experts.form, self)
 
-        with self._stage("moe", MOE_TIMER, self, "time_moe"):
-            with self._stage("route", TOPK_GATE_TIMER, self.gate, "gate_time"):
+        stages = Stages(self)
+        with stages("moe"):
+            with stages("route"):
                 routes = route(x, self.gate, used_token)
             self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
             x, routes, num_tokens = _own_share(x, routes)
-            with self._stage("layout"):
+            with stages("layout"):
                 plan = layout(routes, self.ep_size * self.num_local_experts, peers)
-            with self._stage("dispatch", FIRST_ALLTOALL_TIMER, self, "time_falltoall"):
-                rows, row_weights = run.backend.dispatch(x, routes.weights, plan)
-            with self._stage("expert_gemm"):
-                rows = run.backend.run_experts(rows, row_weights, experts, plan)
-            with self._stage("combine", SECOND_ALLTOALL_TIMER, self, "time_salltoall"):
-                output = run.backend.combine(rows, plan)
+            output = run.backend.routed_experts(x, routes.weights, experts, plan, stages)
             output = _all_shares(output, num_tokens)
         return output.reshape(hidden_states.shape)
 
@@ -130,23 +117,6 @@ class TileMOELayer(MOELayer):
             parameter.allreduce = False
             parameter.group_name = self.ep_group_name
 
-    @contextmanager
-    def _stage(
-        self, name: str, timer: str | None = None, owner: nn.Module | None = None, attribute: str = ""
-    ) -> Iterator[None]:
-        """A named range for profilers and, under ``wall_clock_breakdown``, the timer that DeepSpeed's engine reads."""
-        timed = timer is not None and owner.wall_clock_breakdown
-        get_accelerator().range_push(name)
-        if timed:
-            owner.timers(timer).start()
-        try:
-            yield
-        finally:
-            if timed:
-                owner.timers(timer).stop()
-                setattr(owner, attribute, owner.timers(timer).elapsed(reset=False))
-            get_accelerator().range_pop()
-
 
 class LayerRuntime:
     """What a converted layer holds besides its modules.
@@ -154,7 +124,7 @@ class LayerRuntime:
     Attributes:
         config: the options of the ``tile_overlap`` block.
         name: the layer's name in the model.
-        backend: the module whose ``dispatch``, ``run_experts`` and ``combine`` the forward calls.
+        backend: the module whose ``routed_experts`` runs the stages from dispatch to combine.
     """
 
     def __init__(self, config: TileOverlapConfig, name: str):

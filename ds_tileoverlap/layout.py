@@ -7,9 +7,11 @@ R expert rows: one for each (received row, choice) pair of this rank's experts, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 
@@ -34,6 +36,8 @@ class Plan:
         row_weights: [R] float32, the router weight of each expert row.
         row_offsets: [E_local + 1] int32, where each local expert's rows start.
     """
+
+    NUM_TENSORS: ClassVar[int]
 
     peers: Peers
     num_tokens: int
@@ -78,11 +82,12 @@ class Plan:
     def without_tensors(self) -> Plan:
         return replace(self, **dict.fromkeys(_TENSOR_FIELDS))
 
-    def with_tensors(self, tensors: tuple[torch.Tensor, ...]) -> Plan:
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Plan:
         return replace(self, **dict(zip(_TENSOR_FIELDS, tensors)))
 
 
 _TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in ("peers", "num_tokens"))
+Plan.NUM_TENSORS = len(_TENSOR_FIELDS)
 
 
 def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:

@@ -12,6 +12,19 @@ from .expert_gemm import run_modules
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
+from .stages import Stages
+
+
+def routed_experts(
+    x: torch.Tensor, weights: torch.Tensor, experts: LocalExperts, plan: Plan, stages: Stages
+) -> torch.Tensor:
+    """The weighted sum of each token's experts: tokens [T, H], router weights [T, k] -> [T, H]."""
+    with stages("dispatch"):
+        rows, row_weights = dispatch(x, weights, plan)
+    with stages("expert_gemm"):
+        rows = run_modules(experts.modules, rows, row_weights, plan)
+    with stages("combine"):
+        return combine(rows, plan)
 
 
 def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,11 +32,6 @@ def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.
     received = _to_experts(x[plan.sent_tokens], plan, "dispatch")
     received_weights = _to_experts(weights[plan.sent_tokens], plan, "dispatch")
     return received[plan.row_choices // plan.top_k], received_weights.reshape(-1)[plan.row_choices]
-
-
-def run_experts(rows: torch.Tensor, row_weights: torch.Tensor, experts: LocalExperts, plan: Plan) -> torch.Tensor:
-    """Expert outputs scaled by their row's weight: [R, H] -> [R, H]."""
-    return run_modules(experts.modules, rows, row_weights, plan)
 
 
 def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:

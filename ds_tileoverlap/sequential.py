@@ -1,9 +1,7 @@
 """The ``sequential`` backend: one exchange after the other around grouped GEMMs, with hand-written gradients.
 
-Dispatch and combine are linear and each other's transpose, so each one's backward is the other's forward:
-
-    forward:   dispatch(x, weights) -> expert_gemm -> combine
-    backward:  dispatch(dY) -> expert_gemm backward -> combine(dX), one scalar a row for the router
+    forward    dispatch(x) -> expert_gemm -> combine(y)
+    backward   dispatch(dY) -> expert_gemm: rows -> combine(dX, dw) -> expert_gemm: weights
 
 Autograd functions save the Plan's tensors like any activation: under activation checkpointing they are freed and
 recomputed with the rows they index, so a row and its place never come from two different routings.
@@ -15,34 +13,114 @@ import torch
 
 from .combine import return_rows, return_scalars
 from .dispatch import send_scalars, send_tokens
-from .expert_gemm import ExpertMLP, run_modules
+from .expert_gemm import mlp_backward_rows, mlp_backward_weights, mlp_by_expert, mlp_forward, run_modules
+from .expert_weights import expert_weights, split_slots
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
+from .stages import Stages
 
 
-def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and router weights to the experts: [T, H], [T, k] -> rows [R, H], row weights [R] float32."""
+def routed_experts(
+    x: torch.Tensor, weights: torch.Tensor, experts: LocalExperts, plan: Plan, stages: Stages
+) -> torch.Tensor:
+    """The weighted sum of each token's experts.
+
+    Args:
+        x: [T, H] tokens of this rank.
+        weights: [T, k] float32 router weights, whose values came to the experts with the layout.
+
+    Returns:
+        [T, H], in the dtype that the experts compute in.
+    """
     # With this input the graph reaches every rank, whatever requires a gradient there: all take part in each exchange.
     anchor = x.new_empty(0, requires_grad=torch.is_grad_enabled())
-    return _Dispatch.apply(x, weights, anchor, plan)
+    if experts.form is not None:
+        dtype = compute_dtype(x)
+        layout = experts.weight_layout(dtype)
+        return _RoutedMLP.apply(x, weights, anchor, layout, plan, dtype, stages, *experts.parameters())
+    with stages("dispatch"):
+        rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
+    with stages("expert_gemm"):
+        rows = run_modules(experts.modules, rows, row_weights, plan)
+    with stages("combine"):
+        return _ReturnRows.apply(rows, plan, "combine")
 
 
-def run_experts(rows: torch.Tensor, row_weights: torch.Tensor, experts: LocalExperts, plan: Plan) -> torch.Tensor:
-    """Expert outputs scaled by their row's weight: [R, H] -> [R, H]."""
-    if experts.form is None:
-        return run_modules(experts.modules, rows, row_weights, plan)
-    layout = experts.weight_layout(rows.dtype)
-    return ExpertMLP.apply(rows, row_weights, layout, plan, *experts.parameters())
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that a linear map of ``x`` runs in: autocast's where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Expert outputs to the owners of their tokens, summed: [R, H] -> [T, H]."""
-    return _ReturnRows.apply(rows, plan, "combine")
+class _RoutedMLP(torch.autograd.Function):
+    """Dispatch, expert MLPs of a known form, and combine, as one node: its backward decides what runs when.
+
+    The parameters follow the fixed inputs, slot by slot of the form. Every parameter that wants a gradient gets one.
+    """
+
+    FIXED_INPUTS = 7
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx, x, weights, anchor, layout, plan, dtype, stages, *parameters):
+        with stages("dispatch"):
+            rows = send_tokens(x, plan, "dispatch").to(dtype)
+        with stages("expert_gemm"):
+            stacks = expert_weights(layout, parameters, dtype)
+            outputs, pre_activations = mlp_forward(rows, plan.row_weights, stacks, plan)
+        with stages("combine"):
+            output = return_rows(outputs, plan, "combine")
+        ctx.layout, ctx.plan, ctx.stages = layout, plan.without_tensors(), stages
+        ctx.save_for_backward(x, weights, rows, *plan.tensors(), *parameters, *pre_activations)
+        return output
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx, grad):
+        x, weights, rows, *saved = ctx.saved_tensors
+        plan = ctx.plan.with_tensors(saved[: Plan.NUM_TENSORS])
+        num_parameters = len(ctx.needs_input_grad) - _RoutedMLP.FIXED_INPUTS
+        parameters = saved[Plan.NUM_TENSORS : Plan.NUM_TENSORS + num_parameters]
+        pre_activations = saved[Plan.NUM_TENSORS + num_parameters :]
+        if torch.is_grad_enabled():
+            return _differentiable_backward(ctx, grad, x, weights, plan, parameters)
+        del saved
+        form, stages = ctx.layout.form, ctx.stages
+        needs = split_slots(form, ctx.needs_input_grad[_RoutedMLP.FIXED_INPUTS :])
+        wanted = {slot: any(need) for slot, need in zip(form.slots, needs)}
+
+        with stages("combine backward"):
+            grad = send_tokens(grad, plan, "combine backward")
+        with stages("expert_gemm backward"):
+            stacks = expert_weights(ctx.layout, parameters, rows.dtype)
+            keep_hidden = wanted[form.down, "weight"]
+            grads = mlp_backward_rows(grad, plan.row_weights, pre_activations, stacks, plan, keep_hidden)
+        del pre_activations
+        with stages("dispatch backward"):
+            grad_x = return_rows(grads.rows.to(x.dtype), plan, "dispatch backward")
+            grad_weights = return_scalars(grads.row_weights, plan, "dispatch backward")
+        with stages("expert_gemm weight gradients"):
+            of_parameters = mlp_backward_weights(grads, rows, plan.row_weights, stacks, plan, wanted)
+        return grad_x, grad_weights, None, None, None, None, None, *of_parameters
+
+
+def _differentiable_backward(ctx, grad, x, weights, plan, parameters):
+    """The backward of :class:`_RoutedMLP` for ``create_graph``: through differentiable stages, computed again."""
+    fixed = _RoutedMLP.FIXED_INPUTS
+    anchor = x.new_empty(0, requires_grad=True)
+    rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
+    outputs = mlp_by_expert(rows.to(grad.dtype), row_weights, ctx.layout.form, plan, parameters)
+    output = _ReturnRows.apply(outputs, plan, "combine")
+    needs = (*ctx.needs_input_grad[:2], *ctx.needs_input_grad[fixed:])
+    inputs = [tensor for tensor, need in zip((x, weights, *parameters), needs) if need]
+    grads = iter(torch.autograd.grad(output, inputs, grad, create_graph=True, materialize_grads=True))
+    found = [next(grads) if need else None for need in needs]
+    return *found[:2], *[None] * (fixed - 2), *found[2:]
 
 
 class _PlanFunction(torch.autograd.Function):
-    """A function of one tensor and a Plan."""
+    """A linear function of one tensor and a Plan; dispatch and combine are each other's transpose."""
 
     @staticmethod
     def setup(ctx, plan: Plan) -> None:
@@ -58,21 +136,14 @@ class _Dispatch(_PlanFunction):
     @staticmethod
     def forward(ctx, x, weights, anchor, plan):
         _Dispatch.setup(ctx, plan)
-        # The weights' values came with the layout; this links them to the router.
         return send_tokens(x, plan, "dispatch"), plan.row_weights.clone()
 
     @staticmethod
     @without_autocast
     def backward(ctx, grad_rows, grad_row_weights):
-        plan, stage = _Dispatch.plan_of(ctx), "dispatch backward"
-        if not torch.is_grad_enabled():
-            return return_rows(grad_rows, plan, stage), return_scalars(grad_row_weights, plan, stage), None, None
-        return (
-            _ReturnRows.apply(grad_rows, plan, stage),
-            _ReturnScalars.apply(grad_row_weights, plan),
-            None,
-            None,
-        )
+        plan = _Dispatch.plan_of(ctx)
+        grad_x = _ReturnRows.apply(grad_rows, plan, "dispatch backward")
+        return grad_x, _ReturnScalars.apply(grad_row_weights, plan), None, None
 
 
 class _ReturnRows(_PlanFunction):
@@ -84,10 +155,7 @@ class _ReturnRows(_PlanFunction):
     @staticmethod
     @without_autocast
     def backward(ctx, grad):
-        plan = _ReturnRows.plan_of(ctx)
-        if not torch.is_grad_enabled():
-            return send_tokens(grad, plan, "combine backward"), None, None
-        return _SendTokens.apply(grad, plan), None, None
+        return _SendTokens.apply(grad, _ReturnRows.plan_of(ctx)), None, None
 
 
 class _SendTokens(_PlanFunction):
