@@ -29,78 +29,117 @@ def return_scalars(scalars: torch.Tensor, plan: Plan, stage: str) -> torch.Tenso
     return gather_scalars(returned, plan.choice_slots)
 
 
-def sum_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def return_rows_and_scalars(
+    rows: torch.Tensor, scalars: torch.Tensor, plan: Plan, stage: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`return_rows` and :func:`return_scalars` in one exchange: the scalars travel at the end of each row."""
+    width, words = rows.shape[1], rows.element_size()
+    # Scalars start, and rows end, at a multiple of 16 bytes.
+    scalars_at = (width * words + 15) // 16 * 16 // words
+    row_length = scalars_at + (4 * plan.top_k + 15) // 16 * 16 // words
+    packed = rows.new_empty(plan.choice_rows.shape[0], row_length)
+    sum_rows(rows, plan.choice_rows, packed[:, :width])
+    gather_scalars(scalars, plan.choice_rows, _scalars_in(packed, scalars_at, plan.top_k))
+    returned = all_to_all_rows(packed, plan.recv_splits, plan.send_splits, plan.peers, stage)
+    sums = sum_rows(returned[:, :width], plan.token_slots)
+    return sums, gather_scalars(_scalars_in(returned, scalars_at, plan.top_k), plan.choice_slots)
+
+
+def _scalars_in(packed: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return packed[:, start:].view(torch.float32)[:, :count]
+
+
+def sum_rows(rows: torch.Tensor, index: torch.Tensor, sums: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of the rows that each line of ``index`` names, in its order, accumulated in float32.
 
     Args:
         rows: [S, H].
         index: [N, k] int32; -1 names no row.
+        sums: where to put the result; its rows may be strided.
 
     Returns:
         [N, H] in the dtype of ``rows``. Rows ``[[1], [2], [4]]`` and index ``[[2, 0], [-1, 1]]`` give ``[[5], [2]]``.
     """
     num_sums, num_choices = index.shape
     width = rows.shape[1]
+    sums = rows.new_empty(num_sums, width) if sums is None else sums
     if kernels.use_triton(rows):
-        sums = rows.new_empty(num_sums, width)
         if sums.numel():
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
+            block = min(kernels.power_of_2(width), 2048)
             _sum_rows_kernel[(num_sums,)](
-                rows,
-                index,
-                sums,
-                width,
-                rows.stride(0),
-                NUM_CHOICES=num_choices,
-                BLOCK=min(kernels.power_of_2(width), 2048),
+                rows, index, sums, width, rows.stride(0), sums.stride(0), NUM_CHOICES=num_choices, BLOCK=block
             )
         return sums
     total = torch.zeros(num_sums, width, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
     for choice in index.unbind(1):
         named = choice >= 0
         total[named] += rows[choice[named]]
-    return total.to(rows.dtype)
+    return sums.copy_(total)
 
 
-def gather_scalars(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def gather_scalars(values: torch.Tensor, index: torch.Tensor, picked: torch.Tensor | None = None) -> torch.Tensor:
     """The value that each element of ``index`` names, 0 where it is -1.
 
     Args:
-        values: [S] float32; or [S, k], of which column j is read by column j of the index.
+        values: [S] float32; or [S, k], of which column j is read by column j of the index; rows may be strided.
         index: [N, k] int32.
+        picked: where to put the result; its rows may be strided.
 
     Returns:
         [N, k] float32.
     """
-    num_rows, num_columns = index.shape
+    num_columns = index.shape[1]
     by_column = values.dim() == 2
+    picked = values.new_empty(index.shape) if picked is None else picked
     if kernels.use_triton(values):
-        picked = values.new_empty(index.shape)
         if picked.numel():
             grid = (triton.cdiv(picked.numel(), 1024),)
             _gather_scalars_kernel[grid](
-                values, index, picked, picked.numel(), COLUMNS=num_columns if by_column else 0, BLOCK=1024
+                values,
+                index,
+                picked,
+                picked.numel(),
+                values.stride(0),
+                picked.stride(0),
+                COLUMNS=num_columns,
+                BY_COLUMN=by_column,
+                BLOCK=1024,
             )
         return picked
     if values.numel() == 0:
-        return values.new_zeros(index.shape)
+        return picked.zero_()
     rows = index.clamp(min=0).long()
     found = values.gather(0, rows) if by_column else values[rows]
-    return torch.where(index >= 0, found, 0)
+    return picked.copy_(torch.where(index >= 0, found, 0))
 
 
 @triton.jit
-def _gather_scalars_kernel(values, index, picked, num_elements, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_scalars_kernel(
+    values,
+    index,
+    picked,
+    num_elements,
+    values_stride,
+    picked_stride,
+    COLUMNS: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(index + element, element < num_elements, other=-1)
-    place = row
-    if COLUMNS > 0:
-        place = row * COLUMNS + element % COLUMNS
-    tl.store(picked + element, tl.load(values + place, row >= 0, other=0.0), element < num_elements)
+    inside = element < num_elements
+    row = tl.load(index + element, inside, other=-1)
+    place = row.to(tl.int64) * values_stride
+    if BY_COLUMN:
+        place += element % COLUMNS
+    value = tl.load(values + place, row >= 0, other=0.0)
+    tl.store(picked + (element // COLUMNS).to(tl.int64) * picked_stride + element % COLUMNS, value, inside)
 
 
 @triton.jit
-def _sum_rows_kernel(rows, index, sums, width, rows_stride, NUM_CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_rows_kernel(
+    rows, index, sums, width, rows_stride, sums_stride, NUM_CHOICES: tl.constexpr, BLOCK: tl.constexpr
+):
     line = tl.program_id(0).to(tl.int64)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -110,4 +149,4 @@ def _sum_rows_kernel(rows, index, sums, width, rows_stride, NUM_CHOICES: tl.cons
             named = column < tl.where(row >= 0, width, 0)
             value = tl.load(rows + row * rows_stride + column, named, other=0.0)
             total += value.to(tl.float32)
-        tl.store(sums + line * width + column, total.to(sums.dtype.element_ty), column < width)
+        tl.store(sums + line * sums_stride + column, total.to(sums.dtype.element_ty), column < width)

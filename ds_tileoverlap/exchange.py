@@ -16,8 +16,9 @@ from torch.distributed import PrefixStore, distributed_c10d
 ROLL_CALL_S = 5.0
 # The host stops waiting this long before the group's limit, at which NCCL's watchdog ends the process without a name.
 WATCHDOG_MARGIN_S = 2.0
-# How often the waiting host looks at the device, seconds.
-POLL_S = 20e-6
+# A waiting host looks at the device without pause for this long, then once a pause.
+SPIN_S = 2e-3
+PAUSE_S = 100e-6
 
 
 class PeerError(RuntimeError):
@@ -137,11 +138,13 @@ class HostCopy:
             self._ready.synchronize()
             return self._host
         with _naming_the_missing(self._peers, "layout"):
-            deadline = time.monotonic() + self._peers.timeout_s - WATCHDOG_MARGIN_S
+            start, limit_s = time.monotonic(), self._peers.timeout_s - WATCHDOG_MARGIN_S
             while not self._ready.query():
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"nothing came within {self._peers.timeout_s - WATCHDOG_MARGIN_S:.0f} s")
-                time.sleep(POLL_S)
+                waited_s = time.monotonic() - start
+                if waited_s > limit_s:
+                    raise RuntimeError(f"nothing came within {limit_s:.0f} s")
+                if waited_s > SPIN_S:
+                    time.sleep(PAUSE_S)
         return self._host
 
 

@@ -57,18 +57,19 @@ class Plan:
     @cached_property
     def send_splits(self) -> list[int]:
         """Rows sent to each rank."""
-        return self.counts[self.peers.rank, -self.peers.size :].tolist()
+        return self.counts.numpy()[self.peers.rank, -self.peers.size :].tolist()
 
     @cached_property
     def recv_splits(self) -> list[int]:
         """Rows received from each rank."""
-        return self.counts[:, self.peers.rank - self.peers.size].tolist()
+        return self.counts.numpy()[:, self.peers.rank - self.peers.size].tolist()
 
     @cached_property
     def expert_counts(self) -> list[int]:
         """Rows of each local expert."""
-        by_expert = self.counts[:, : -self.peers.size].sum(0)
-        return by_expert.chunk(self.peers.size)[self.peers.rank].tolist()
+        counts, size = self.counts.numpy(), self.peers.size
+        num_local = (counts.shape[1] - size) // size
+        return counts[:, self.peers.rank * num_local : (self.peers.rank + 1) * num_local].sum(0).tolist()
 
     @cached_property
     def expert_starts(self) -> list[int]:

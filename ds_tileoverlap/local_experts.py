@@ -44,16 +44,15 @@ class LocalExperts:
         """The parameters of all experts, slot by slot of the form."""
         return [parameters[kind] for parameters, kind in self._slots]
 
-    def weight_layout(self, dtype: torch.dtype) -> WeightLayout:
+    def weight_layout(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> WeightLayout:
         """How the parameters, or their copies where ``dtype`` differs from theirs, lie in memory.
 
         Parameters that own their storages are moved side by side first, as recurrent layers of torch do; those that
         somebody else placed, like ZeRO, stay where they are.
         """
-        parameters = self.parameters()
-        slots = split_slots(self.form, parameters)
         key = dtype if parameters[0].dtype != dtype else tuple(p.data_ptr() for p in parameters)
         if self._layout_key != key:
+            slots = split_slots(self.form, parameters)
             if parameters[0].dtype != dtype:
                 slots = cast(slots, dtype)
             else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from .combine import return_rows, return_scalars
+from .combine import return_rows, return_rows_and_scalars, return_scalars
 from .dispatch import send_scalars, send_tokens
 from .expert_gemm import mlp_backward_rows, mlp_backward_weights, mlp_by_expert, mlp_forward, run_modules
 from .expert_weights import expert_weights, split_slots
@@ -36,9 +36,9 @@ def routed_experts(
     # With this input the graph reaches every rank, whatever requires a gradient there: all take part in each exchange.
     anchor = x.new_empty(0, requires_grad=torch.is_grad_enabled())
     if experts.form is not None:
-        dtype = compute_dtype(x)
-        layout = experts.weight_layout(dtype)
-        return _RoutedMLP.apply(x, weights, anchor, layout, plan, dtype, stages, *experts.parameters())
+        dtype, parameters = compute_dtype(x), experts.parameters()
+        layout = experts.weight_layout(parameters, dtype)
+        return _RoutedMLP.apply(x, weights, anchor, layout, plan, dtype, stages, *parameters)
     with stages("dispatch"):
         rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
     with stages("expert_gemm"):
@@ -72,7 +72,9 @@ class _RoutedMLP(torch.autograd.Function):
         with stages("combine"):
             output = return_rows(outputs, plan, "combine")
         ctx.layout, ctx.plan, ctx.stages = layout, plan.without_tensors(), stages
-        ctx.save_for_backward(x, weights, rows, *plan.tensors(), *parameters, *pre_activations)
+        # Parameters are leaves that the graph keeps alive anyway; saving hundreds of them costs the host too much.
+        ctx.parameters, ctx.versions = parameters, _versions(parameters)
+        ctx.save_for_backward(x, weights, rows, *plan.tensors(), *pre_activations)
         return output
 
     @staticmethod
@@ -80,9 +82,11 @@ class _RoutedMLP(torch.autograd.Function):
     def backward(ctx, grad):
         x, weights, rows, *saved = ctx.saved_tensors
         plan = ctx.plan.with_tensors(saved[: Plan.NUM_TENSORS])
-        num_parameters = len(ctx.needs_input_grad) - _RoutedMLP.FIXED_INPUTS
-        parameters = saved[Plan.NUM_TENSORS : Plan.NUM_TENSORS + num_parameters]
-        pre_activations = saved[Plan.NUM_TENSORS + num_parameters :]
+        pre_activations, parameters = saved[Plan.NUM_TENSORS :], ctx.parameters
+        if _versions(parameters) != ctx.versions:
+            raise RuntimeError(
+                "an expert parameter that the backward pass needs was changed in place after the forward"
+            )
         if torch.is_grad_enabled():
             return _differentiable_backward(ctx, grad, x, weights, plan, parameters)
         del saved
@@ -98,11 +102,17 @@ class _RoutedMLP(torch.autograd.Function):
             grads = mlp_backward_rows(grad, plan.row_weights, pre_activations, stacks, plan, keep_hidden)
         del pre_activations
         with stages("dispatch backward"):
-            grad_x = return_rows(grads.rows.to(x.dtype), plan, "dispatch backward")
-            grad_weights = return_scalars(grads.row_weights, plan, "dispatch backward")
+            grad_x, grad_weights = return_rows_and_scalars(
+                grads.rows.to(x.dtype), grads.row_weights, plan, "dispatch backward"
+            )
         with stages("expert_gemm weight gradients"):
             of_parameters = mlp_backward_weights(grads, rows, plan.row_weights, stacks, plan, wanted)
         return grad_x, grad_weights, None, None, None, None, None, *of_parameters
+
+
+def _versions(parameters: tuple[torch.Tensor, ...]) -> int:
+    """Grows with every change in place of any parameter."""
+    return sum(parameter._version for parameter in parameters)
 
 
 def _differentiable_backward(ctx, grad, x, weights, plan, parameters):

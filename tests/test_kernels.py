@@ -95,7 +95,8 @@ def test_placement_kernels(compare, num_tokens, k, num_experts, ranks):
 def test_scalar_kernel(compare):
     index = torch.randint(-1, 20, (13, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     values, by_column = random(20, seed=2), random(20, 3, seed=3)
-    twin, kernel = compare(lambda: [combine.gather_scalars(values, index), combine.gather_scalars(by_column, index)])
+    strided = random(20, 8, seed=4)[:, 2:5]
+    twin, kernel = compare(lambda: [combine.gather_scalars(v, index) for v in (values, by_column, strided)])
     same(kernel, twin)
 
 
