@@ -1,0 +1,162 @@
+"""The arms of the benchmark: one MoE layer of the same weights and routing, as different packages run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from torch import distributed as dist
+from torch import nn
+
+import ds_tileoverlap
+
+AUTOEP_FUSED = {"combine_impl": "fused_weighted_sum", "gate_up_impl": "fused", "async_split_plan": True}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer; ``tokens`` are per rank."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    tokens: int
+
+
+class Gated(nn.Module):
+    """down(silu(gate(x)) * up(x)), without biases."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__()
+        self.gate = nn.Linear(hidden, intermediate, bias=False)
+        self.up = nn.Linear(hidden, intermediate, bias=False)
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def native(shape: Shape, device: torch.device, dtype: torch.dtype, ours: bool) -> MoE:
+    """DeepSpeed's layer, dropless, converted to ours if asked; equal values for equal ranks.
+
+    Expert parameters lie in one buffer in their order, as DeepSpeed's mixed-precision optimizers and ZeRO place them.
+    Without an engine no gradient hook runs, so that every arm is timed on the layer alone.
+    """
+    world = dist.get_world_size()
+    with torch.device("meta"):
+        layer = MoE(
+            shape.hidden,
+            Gated(shape.hidden, shape.intermediate),
+            shape.experts,
+            ep_size=world,
+            k=shape.top_k,
+            min_capacity=0,
+            drop_tokens=False,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        )
+    layer.to_empty(device=device).to(dtype)
+    parameters = list(layer.deepspeed_moe.experts.parameters())
+    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    buffer.normal_(0, 0.02, generator=generator)
+    for parameter, piece in zip(parameters, buffer.split([p.numel() for p in parameters])):
+        parameter.data = piece.view_as(parameter)
+        parameter.allreduce = False
+        parameter.group_name = layer.expert_group_name
+    layer.deepspeed_moe.gate.wg.weight.data.copy_(router_weight(shape, device))
+    layer.set_deepspeed_parallelism()
+    if ours:
+        ds_tileoverlap.configure(layer, {"tile_overlap": {"enabled": True, "backend": "sequential"}})
+    return layer
+
+
+def router_weight(shape: Shape, device: torch.device) -> torch.Tensor:
+    """[E, H], the same on every rank: routing that is mildly uneven on normal inputs."""
+    generator = torch.Generator(device).manual_seed(7)
+    return torch.randn(shape.experts, shape.hidden, device=device, generator=generator) * 0.02
+
+
+def autoep(shape: Shape, device: torch.device, dtype: torch.dtype, options: dict, source: MoE) -> nn.Module:
+    """DeepSpeed's AutoEP layer out of a one-layer Hugging Face model, with the weights of ``source``."""
+    sizes = dict(
+        hidden_size=shape.hidden,
+        num_experts_per_tok=shape.top_k,
+        num_hidden_layers=1,
+        vocab_size=512,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        intermediate_size=shape.intermediate,
+    )
+    if shape.top_k <= 2:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        preset, model_class = "mixtral", MixtralForCausalLM
+        config = MixtralConfig(num_local_experts=shape.experts, **sizes)
+    else:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        preset, model_class = "qwen3_moe", Qwen3MoeForCausalLM
+        config = Qwen3MoeConfig(
+            num_experts=shape.experts,
+            moe_intermediate_size=shape.intermediate,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            **sizes,
+        )
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        model = model_class(config)
+    torch.set_default_dtype(torch.float32)
+    expert_parallel = {"enabled": True, "autoep_size": dist.get_world_size(), "preset_model": preset, **options}
+    engine = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": dtype == torch.bfloat16},
+            "zero_optimization": {"stage": 0},
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+            "expert_parallel": expert_parallel,
+        },
+    )[0]
+    layer = next(m for m in engine.module.modules() if type(m).__name__ == "AutoEPMoELayer")
+    with torch.no_grad():
+        layer.router.gate.weight.copy_(source.deepspeed_moe.gate.wg.weight)
+        for i, expert in enumerate(source.deepspeed_moe.experts.deepspeed_experts):
+            layer.experts.w1[i].copy_(expert.gate.weight)
+            layer.experts.w3[i].copy_(expert.up.weight)
+            layer.experts.w2[i].copy_(expert.down.weight)
+    return layer
+
+
+def output_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result = layer(x)
+    return result[0] if isinstance(result, tuple) else result
+
+
+@torch.no_grad()
+def exact_output(source: MoE, shape: Shape, x: torch.Tensor) -> torch.Tensor:
+    """The layer's output for a few tokens [n, H] of this rank in float32, every expert fetched from its owner."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    gathered = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(gathered, x)
+    everyone = torch.cat(gathered).float()
+    logits = everyone @ source.deepspeed_moe.gate.wg.weight.float().t()
+    weights, chosen = logits.softmax(1).topk(shape.top_k, dim=1)
+    weights = weights / weights.sum(1, keepdim=True) if shape.top_k > 1 else weights
+    output = torch.zeros_like(everyone)
+    local = shape.experts // world
+    for i, expert in enumerate(source.deepspeed_moe.experts.deepspeed_experts):
+        token, choice = (chosen == rank * local + i).nonzero(as_tuple=True)
+        gate, up, down = (m.weight.float() for m in (expert.gate, expert.up, expert.down))
+        rows = everyone[token]
+        result = (F.silu(rows @ gate.t()) * (rows @ up.t())) @ down.t()
+        output.index_add_(0, token, result * weights[token, choice].unsqueeze(1))
+    dist.all_reduce(output)
+    return output.chunk(world)[rank]

@@ -1,0 +1,340 @@
+"""Times one MoE layer, forward and forward + backward, against what DeepSpeed users have today.
+
+    torchrun --standalone --nproc_per_node=2 examples/benchmark.py --shapes configs/benchmark_shapes.yaml --out DIR
+
+Protocol: all arms in one process, same weights, same router, same inputs; dropless; expert parallel over all ranks.
+A sample is a burst of back-to-back iterations of one arm, each between two events, of which the first is dropped; arms
+alternate burst by burst, inputs rotate through more memory than the L2 cache holds; times are maxima over the ranks,
+then medians over samples. The equality gate comes first: on a red gate no time is printed. Routing is part of the layer
+in every arm. Roof: the expert GEMMs alone (six grouped GEMMs of this shape through torch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import deepspeed
+import torch
+import triton
+import yaml
+from bench_arms import AUTOEP_FUSED, Shape, autoep, exact_output, native, output_of
+from deepspeed.accelerator import get_accelerator
+from torch import distributed as dist
+
+# What the layer should gain, forward + backward, over each arm.
+GOALS = {
+    "qwen3-30b": {"stock": 4.5, "autoep_fused": 1.25},
+    "olmoe": {"stock": 2.5, "autoep_fused": 1.2},
+    "mixtral": {"stock": 1.15, "autoep_fused": 1.05},
+}
+BURST = 4
+NUM_INPUTS = 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", type=Path, required=True, help="YAML list of shapes")
+    parser.add_argument("--out", type=Path, required=True, help="folder for one JSON record a shape")
+    parser.add_argument("--only", help="comma-separated names of shapes")
+    parser.add_argument("--arms", default="stock,autoep,autoep_fused,ours", help="comma-separated; ours is always run")
+    parser.add_argument("--samples", type=int, default=12, help="bursts of each arm")
+    parser.add_argument("--limit", type=int, default=280, help="seconds for one shape, after which stacks are printed")
+    arguments = parser.parse_args()
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device(get_accelerator().current_device_name()) if not on_gpu else None
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False)
+    if on_gpu:
+        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    shapes = [Shape(**entry) for entry in yaml.safe_load(arguments.shapes.read_text())]
+    if arguments.only:
+        shapes = [shape for shape in shapes if shape.name in arguments.only.split(",")]
+    passed = True
+    for shape in shapes:
+        faulthandler.dump_traceback_later(arguments.limit, exit=True)
+        record = run(shape, arguments.arms.split(","), arguments.samples, device)
+        faulthandler.cancel_dump_traceback_later()
+        passed &= record["gate"]["passed"]
+        if dist.get_rank() == 0:
+            (arguments.out / f"{shape.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+            print(table(record), flush=True)
+        if on_gpu:
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+    return 0 if passed else 1
+
+
+def run(shape: Shape, names: list[str], samples: int, device: torch.device) -> dict:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    source = native(shape, device, dtype, ours=False)
+    arms, skipped = {}, {}
+    if "stock" in names:
+        arms["stock"] = source
+    for name, options in (("autoep", {}), ("autoep_fused", AUTOEP_FUSED)):
+        if name in names:
+            if device.type == "cuda":
+                arms[name] = autoep(shape, device, dtype, options, source)
+            else:
+                skipped[name] = "its fused options need a GPU"
+    arms["ours"] = native(shape, device, dtype, ours=True)
+
+    generator = torch.Generator(device).manual_seed(100 + dist.get_rank())
+    inputs = [
+        torch.randn(1, shape.tokens, shape.hidden, device=device, dtype=dtype, generator=generator).requires_grad_()
+        for _ in range(NUM_INPUTS)
+    ]
+    grad = torch.randn(1, shape.tokens, shape.hidden, device=device, dtype=dtype, generator=generator)
+    record = {
+        "shape": vars(shape),
+        "ranks": dist.get_world_size(),
+        "environment": environment(device),
+        "skipped": skipped,
+        "routing": routing(arms["ours"], inputs[0]),
+        "gate": equality_gate(arms, source, shape, inputs[0], grad),
+        "arms": {},
+        "goals": GOALS.get(shape.name, {}),
+    }
+    if not record["gate"]["passed"]:
+        return record
+    parameters = {name: list(arm.parameters()) for name, arm in arms.items()}
+
+    def forward(name: str, i: int) -> None:
+        with torch.no_grad():
+            output_of(arms[name], inputs[i % NUM_INPUTS])
+
+    def forward_backward(name: str, i: int) -> None:
+        for parameter in parameters[name]:
+            parameter.grad = None
+        output_of(arms[name], inputs[i % NUM_INPUTS]).backward(grad)
+
+    for label, step in (("forward_ms", forward), ("forward_backward_ms", forward_backward)):
+        for name, times in interleaved(list(arms), step, samples, device).items():
+            record["arms"].setdefault(name, {})[label] = summary(times)
+    for name in arms:
+        record["arms"][name]["peak_gib"] = peak_gib(lambda arm=name: forward_backward(arm, 0), parameters[name], device)
+    if device.type == "cuda":
+        record["gemms_alone_ms"] = gemms_alone(shape, arms["ours"], inputs[0], samples, device)
+    return record
+
+
+def routing(ours: torch.nn.Module, x: torch.Tensor) -> dict:
+    """How uneven the routing is over all ranks."""
+    with torch.no_grad():
+        counts = ours(x)[2].clone()
+    dist.all_reduce(counts)
+    rows = counts.view(dist.get_world_size(), -1).sum(1)
+    return {"fullest_over_mean": (counts.max() / counts.float().mean()).item(), "rows_by_rank": rows.tolist()}
+
+
+def equality_gate(arms: dict, source, shape: Shape, x: torch.Tensor, grad: torch.Tensor) -> dict:
+    """Ours against DeepSpeed's layer (output, x gradient, some weight gradients), and both against float32."""
+
+    def run_arm(layer):
+        for parameter in layer.parameters():
+            parameter.grad = None
+        x.grad = None
+        output = output_of(layer, x)
+        output.backward(grad)
+        return output.detach()
+
+    def error(got, expected):
+        return ((got.float() - expected.float()).norm() / expected.float().norm()).item()
+
+    def sample(layer):
+        experts = layer.deepspeed_moe.experts.deepspeed_experts
+        picked = [
+            layer.deepspeed_moe.gate.wg,
+            *(getattr(experts[i], n) for i in (0, -1) for n in ("gate", "up", "down")),
+        ]
+        return [module.weight.grad for module in picked]
+
+    expected = run_arm(source)
+    expected_grads = [g.clone() for g in (x.grad, *sample(source))]
+    got = run_arm(arms["ours"])
+    few = x.detach()[0, :64]
+    exact = exact_output(source, shape, few)
+    report = {
+        "output_vs_stock": error(got, expected),
+        "gradients_vs_stock": max(error(a, b) for a, b in zip((x.grad, *sample(arms["ours"])), expected_grads)),
+        "output_vs_float32": error(got[0, :64], exact),
+        "stock_output_vs_float32": error(expected[0, :64], exact),
+    }
+    for name, arm in arms.items():
+        if name.startswith("autoep"):
+            report[f"{name}_output_vs_float32"] = error(run_arm(arm)[0, :64], exact)
+    passed = (
+        report["output_vs_stock"] <= 2e-2
+        and report["gradients_vs_stock"] <= 2e-2
+        and report["output_vs_float32"] <= 2 * report["stock_output_vs_float32"] + 1e-5
+    )
+    verdict = torch.tensor([int(passed)], device=x.device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+    return {"passed": bool(verdict.item()), **report}
+
+
+def interleaved(
+    names: list[str], step: Callable[[str, int], None], samples: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of single iterations, the maximum over ranks, for each arm."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for sample in range(-2, samples):
+        for turn in range(len(names)):
+            name = names[(turn + sample) % len(names)]
+            synchronize(device)
+            clocks = []
+            for i in range(BURST):
+                with clock(device) as read:
+                    step(name, i)
+                clocks.append(read)
+            synchronize(device)
+            burst = torch.tensor([read() for read in clocks], device=device)
+            dist.all_reduce(burst, op=dist.ReduceOp.MAX)
+            if sample >= 0:
+                times[name] += burst[1:].tolist()
+    return times
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def clock(device: torch.device):
+    """Yields a function that, once the device is done, says how many milliseconds the block took."""
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield lambda: start.elapsed_time(end)
+        end.record()
+        return
+    span = [time.perf_counter()]
+    yield lambda: (span[1] - span[0]) * 1e3
+    span.append(time.perf_counter())
+
+
+def peak_gib(step: Callable[[], None], parameters: list, device: torch.device) -> float | None:
+    """Most memory of one forward + backward, gradients included, above what was there before; maximum of the ranks."""
+    if device.type != "cuda":
+        return None
+    for parameter in parameters:
+        parameter.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.tensor([(torch.cuda.max_memory_allocated() - before) / 2**30], device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return peak.item()
+
+
+def gemms_alone(shape: Shape, ours, x: torch.Tensor, samples: int, device: torch.device) -> dict:
+    """The layer's grouped GEMMs without anything around them, on this routing's row counts."""
+    with torch.no_grad():
+        counts = ours(x)[2].clone()
+    dist.all_reduce(counts)
+    mine = counts.view(dist.get_world_size(), -1)[dist.get_rank()]
+    ends, rows = mine.cumsum(0, dtype=torch.int32), int(mine.sum())
+    hidden, inner, num_local = shape.hidden, shape.intermediate, len(mine)
+    new = lambda *size: torch.randn(*size, device=device, dtype=torch.bfloat16)  # noqa: E731
+    row, middle, wide = new(rows, hidden), new(rows, inner), new(rows, 2 * inner)
+    weight_in, weight_out = new(num_local, 2 * inner, hidden), new(num_local, hidden, inner)
+    mm = torch.nn.functional.grouped_mm
+
+    def forward():
+        mm(row, weight_in.transpose(1, 2), offs=ends)
+        mm(middle, weight_out.transpose(1, 2), offs=ends)
+
+    def step(name: str, _: int) -> None:
+        forward()
+        if name == "forward_backward":
+            mm(row, weight_out, offs=ends)
+            mm(wide, weight_in, offs=ends)
+            mm(row.t(), middle, offs=ends)
+            mm(wide.t(), row, offs=ends)
+
+    times = interleaved(["forward", "forward_backward"], step, samples, device)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def summary(times: list[float]) -> dict:
+    ordered = sorted(times)
+    return {
+        "median": statistics.median(ordered),
+        "p10": ordered[len(ordered) // 10],
+        "p90": ordered[len(ordered) * 9 // 10],
+        "samples": len(ordered),
+    }
+
+
+def environment(device: torch.device) -> dict:
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "deepspeed": deepspeed.__version__,
+        "command": " ".join(sys.argv),
+        "device": platform.processor() or platform.machine(),
+    }
+    if device.type == "cuda":
+        import transformers
+
+        found["transformers"] = transformers.__version__
+        found["device"] = torch.cuda.get_device_name(device)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    if commit.returncode == 0:
+        found["commit"] = commit.stdout.strip()
+    return found
+
+
+def table(record: dict) -> str:
+    shape = record["shape"]
+    lines = [
+        f"{shape['name']}: H {shape['hidden']}, I {shape['intermediate']}, E {shape['experts']}, k {shape['top_k']}, "
+        f"{shape['tokens']} tokens a rank, {record['ranks']} ranks, {record['environment']['device']}; "
+        f"fullest expert {record['routing']['fullest_over_mean']:.2f}x the mean"
+    ]
+    if not record["gate"]["passed"]:
+        return "\n".join([*lines, f"  equality gate FAILED, nothing timed: {record['gate']}"])
+    lines.append(f"  gate: {', '.join(f'{k} {v:.1e}' for k, v in record['gate'].items() if k != 'passed')}")
+    if "cuda" not in record["environment"]["torch"] and record["arms"]["ours"]["peak_gib"] is None:
+        lines.append("  a smoke test on CPU, not a result")
+    lines.append(f"  {'arm':14s} {'forward':>9s} {'fwd+bwd':>9s} {'p10':>8s} {'p90':>8s} {'peak GiB':>9s}  ours is")
+    mine = record["arms"]["ours"]["forward_backward_ms"]["median"]
+    for name, arm in record["arms"].items():
+        both = arm["forward_backward_ms"]
+        peak = f"{arm['peak_gib']:9.2f}" if arm["peak_gib"] is not None else " " * 9
+        goal = record["goals"].get(name)
+        gain = f"{both['median'] / mine:.2f}x faster" + (f" (goal {goal}x)" if goal else "") if name != "ours" else ""
+        lines.append(
+            f"  {name:14s} {arm['forward_ms']['median']:9.3f} {both['median']:9.3f} "
+            f"{both['p10']:8.3f} {both['p90']:8.3f} {peak}  {gain}"
+        )
+    if alone := record.get("gemms_alone_ms"):
+        lines.append(f"  {'GEMMs alone':14s} {alone['forward']:9.3f} {alone['forward_backward']:9.3f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

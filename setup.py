@@ -1,0 +1,25 @@
+"""Installs ``ds_tileoverlap``; the tested version ranges come from ``ds_tileoverlap/versions.py``."""
+
+import runpy
+
+from setuptools import setup
+
+versions = runpy.run_path("ds_tileoverlap/versions.py")
+
+setup(
+    name="ds_tileoverlap",
+    version="0.1.0",
+    description="A drop-in for deepspeed.moe.layer.MoE that overlaps expert GEMMs with their exchanges",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=["ds_tileoverlap", "ds_tileoverlap.op_builder"],
+    package_dir={"ds_tileoverlap.op_builder": "op_builder"},
+    python_requires=f">={versions['TESTED']['python'][0]}",
+    install_requires=[versions["requirement"](name) for name in ("torch", "triton", "deepspeed")],
+    extras_require={
+        "example": ["matplotlib", "tqdm", "ninja"],
+        "test": ["matplotlib", "tqdm", "ninja", "pytest>=8", "pyyaml", "ruff==0.17.6"],
+        "benchmark": ["pyyaml", "transformers>=5.12,<5.23"],
+    },
+)
