@@ -38,24 +38,32 @@ def return_rows_and_scalars(
     scalars_at = (width * words + 15) // 16 * 16 // words
     row_length = scalars_at + (4 * plan.top_k + 15) // 16 * 16 // words
     packed = rows.new_empty(plan.choice_rows.shape[0], row_length)
-    sum_rows(rows, plan.choice_rows, packed[:, :width])
-    gather_scalars(scalars, plan.choice_rows, _scalars_in(packed, scalars_at, plan.top_k))
+    packed_scalars = _scalars_in(packed, scalars_at, plan.top_k)
+    sum_rows(rows, plan.choice_rows, packed[:, :width], (scalars, plan.choice_rows, packed_scalars))
     returned = all_to_all_rows(packed, plan.recv_splits, plan.send_splits, plan.peers, stage)
-    sums = sum_rows(returned[:, :width], plan.token_slots)
-    return sums, gather_scalars(_scalars_in(returned, scalars_at, plan.top_k), plan.choice_slots)
+    of_routes = scalars.new_empty(plan.choice_slots.shape)
+    returned_scalars = _scalars_in(returned, scalars_at, plan.top_k)
+    sums = sum_rows(returned[:, :width], plan.token_slots, None, (returned_scalars, plan.choice_slots, of_routes))
+    return sums, of_routes
 
 
 def _scalars_in(packed: torch.Tensor, start: int, count: int) -> torch.Tensor:
     return packed[:, start:].view(torch.float32)[:, :count]
 
 
-def sum_rows(rows: torch.Tensor, index: torch.Tensor, sums: torch.Tensor | None = None) -> torch.Tensor:
+def sum_rows(
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    sums: torch.Tensor | None = None,
+    scalars: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """The sum of the rows that each line of ``index`` names, in its order, accumulated in float32.
 
     Args:
         rows: [S, H].
         index: [N, k] int32; -1 names no row.
         sums: where to put the result; its rows may be strided.
+        scalars: arguments of a :func:`gather_scalars` with as many rows, done in the same pass.
 
     Returns:
         [N, H] in the dtype of ``rows``. Rows ``[[1], [2], [4]]`` and index ``[[2, 0], [-1, 1]]`` give ``[[5], [2]]``.
@@ -66,11 +74,27 @@ def sum_rows(rows: torch.Tensor, index: torch.Tensor, sums: torch.Tensor | None 
     if kernels.use_triton(rows):
         if sums.numel():
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            block = min(kernels.power_of_2(width), 2048)
+            values, places, picked = scalars if scalars is not None else (rows, index, rows)
             _sum_rows_kernel[(num_sums,)](
-                rows, index, sums, width, rows.stride(0), sums.stride(0), NUM_CHOICES=num_choices, BLOCK=block
+                rows,
+                index,
+                sums,
+                values,
+                places,
+                picked,
+                width,
+                rows.stride(0),
+                sums.stride(0),
+                values.stride(0),
+                picked.stride(0),
+                NUM_CHOICES=num_choices,
+                SCALARS=0 if scalars is None else values.dim(),
+                CHOICES=kernels.power_of_2(num_choices),
+                BLOCK=min(kernels.power_of_2(width), 2048),
             )
         return sums
+    if scalars is not None:
+        gather_scalars(*scalars)
     total = torch.zeros(num_sums, width, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
     for choice in index.unbind(1):
         named = choice >= 0
@@ -138,7 +162,21 @@ def _gather_scalars_kernel(
 
 @triton.jit
 def _sum_rows_kernel(
-    rows, index, sums, width, rows_stride, sums_stride, NUM_CHOICES: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    index,
+    sums,
+    values,
+    places,
+    picked,
+    width,
+    rows_stride,
+    sums_stride,
+    values_stride,
+    picked_stride,
+    NUM_CHOICES: tl.constexpr,
+    SCALARS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     line = tl.program_id(0).to(tl.int64)
     for start in range(0, width, BLOCK):
@@ -150,3 +188,10 @@ def _sum_rows_kernel(
             value = tl.load(rows + row * rows_stride + column, named, other=0.0)
             total += value.to(tl.float32)
         tl.store(sums + line * sums_stride + column, total.to(sums.dtype.element_ty), column < width)
+    if SCALARS > 0:
+        choice = tl.arange(0, CHOICES)
+        place = tl.load(places + line * NUM_CHOICES + choice, choice < NUM_CHOICES, other=-1).to(tl.int64)
+        # Of one value a row, or of a row of them the one in the choice's column.
+        offset = place * values_stride + (choice if SCALARS == 2 else 0)
+        value = tl.load(values + offset, place >= 0, other=0.0)
+        tl.store(picked + line * picked_stride + choice, value, choice < NUM_CHOICES)

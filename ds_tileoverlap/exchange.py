@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.comm import comm as deepspeed_comm
 from torch.distributed import PrefixStore, distributed_c10d
 
 # After a failed exchange: how long a rank waits for the others to report, so that the error can name who did not.
@@ -19,6 +19,8 @@ WATCHDOG_MARGIN_S = 2.0
 # A waiting host looks at the device without pause for this long, then once a pause.
 SPIN_S = 2e-3
 PAUSE_S = 100e-6
+# From torch 2.13 on the collective has a new name.
+_ALL_GATHER = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
 
 class PeerError(RuntimeError):
@@ -83,8 +85,11 @@ def all_gather_counts(counts: torch.Tensor, peers: Peers) -> torch.Tensor:
     if peers.size == 1:
         return counts.unsqueeze(0)
     gathered = counts.new_empty(peers.size * counts.numel())
-    with _naming_the_missing(peers, "layout"):
-        dist.all_gather_into_tensor(gathered, counts, group=peers.group)
+    try:
+        all_gather = dist.all_gather_into_tensor if _are_logged() else _ALL_GATHER
+        all_gather(gathered, counts, group=peers.group)
+    except RuntimeError as error:
+        raise _peer_error(peers, "layout", error) from error
     return gathered.view(peers.size, counts.numel())
 
 
@@ -108,8 +113,11 @@ def all_to_all_rows(
     if peers.size == 1:
         return rows
     received = rows.new_empty(sum(recv_splits), rows.shape[1])
-    with _naming_the_missing(peers, stage):
-        dist.all_to_all_single(received, rows, list(recv_splits), list(send_splits), group=peers.group)
+    try:
+        all_to_all = dist.all_to_all_single if _are_logged() else torch.distributed.all_to_all_single
+        all_to_all(received, rows, list(recv_splits), list(send_splits), group=peers.group)
+    except RuntimeError as error:
+        raise _peer_error(peers, stage, error) from error
     return received
 
 
@@ -137,30 +145,30 @@ class HostCopy:
         if self._peers.size == 1:
             self._ready.synchronize()
             return self._host
-        with _naming_the_missing(self._peers, "layout"):
-            start, limit_s = time.monotonic(), self._peers.timeout_s - WATCHDOG_MARGIN_S
-            while not self._ready.query():
-                waited_s = time.monotonic() - start
-                if waited_s > limit_s:
-                    raise RuntimeError(f"nothing came within {limit_s:.0f} s")
-                if waited_s > SPIN_S:
-                    time.sleep(PAUSE_S)
+        start, limit_s = time.monotonic(), self._peers.timeout_s - WATCHDOG_MARGIN_S
+        while not self._ready.query():
+            waited_s = time.monotonic() - start
+            if waited_s > limit_s:
+                raise _peer_error(self._peers, "layout", f"nothing came within {limit_s:.0f} s")
+            if waited_s > SPIN_S:
+                time.sleep(PAUSE_S)
         return self._host
 
 
-@contextmanager
-def _naming_the_missing(peers: Peers, stage: str) -> Iterator[None]:
-    """Turns a failed exchange into a :class:`PeerError` that says which ranks were not there."""
-    try:
-        yield
-    except RuntimeError as error:
-        missing = _roll_call(peers, stage)
-        who = f"ranks {missing} did not take part" if missing else "every rank was there, yet the exchange failed"
-        raise PeerError(
-            f"tile_overlap: exchange of stage '{stage}' in layer '{peers.layer}' failed on rank "
-            f"{peers.ranks[peers.rank]}: of the expert-parallel ranks {list(peers.ranks)}, {who}. "
-            f"Look at the log of those ranks first. The exchange said: {error}"
-        ) from error
+def _are_logged() -> bool:
+    """Whether DeepSpeed counts collectives: only then are they called through it, which costs the host time."""
+    return deepspeed_comm.comms_logger.enabled
+
+
+def _peer_error(peers: Peers, stage: str, cause: object) -> PeerError:
+    """A failed exchange as an error that says which ranks were not there."""
+    missing = _roll_call(peers, stage)
+    who = f"ranks {missing} did not take part" if missing else "every rank was there, yet the exchange failed"
+    return PeerError(
+        f"tile_overlap: exchange of stage '{stage}' in layer '{peers.layer}' failed on rank {peers.ranks[peers.rank]}: "
+        f"of the expert-parallel ranks {list(peers.ranks)}, {who}. Look at the log of those ranks first. The exchange "
+        f"said: {cause}"
+    )
 
 
 def _roll_call(peers: Peers, stage: str) -> list[int]:

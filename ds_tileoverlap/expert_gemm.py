@@ -6,7 +6,6 @@ Letters: R expert rows grouped by expert, H hidden size, I intermediate size, E_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -84,25 +83,6 @@ def mlp_forward(
     return output, pre_activations
 
 
-@dataclass(frozen=True)
-class RowGrads:
-    """The first half of an MLP's backward: what returns to the owners of the rows, and what weight gradients need.
-
-    Attributes:
-        rows: [R, H] gradient of the rows.
-        row_weights: [R] float32 gradient of the router weights.
-        output: [R, H] the gradient that came in.
-        pre_activations: gradients of the pre-activations, as the forward made these.
-        hidden: [R, I] weighted hidden rows, ``None`` where the down projection wants no gradient.
-    """
-
-    rows: torch.Tensor
-    row_weights: torch.Tensor
-    output: torch.Tensor
-    pre_activations: list[torch.Tensor]
-    hidden: torch.Tensor | None
-
-
 def mlp_backward_rows(
     grad: torch.Tensor,
     row_weights: torch.Tensor,
@@ -110,8 +90,18 @@ def mlp_backward_rows(
     weights: ExpertWeights,
     plan: Plan,
     keep_hidden: bool,
-) -> RowGrads:
-    """Gradients of :func:`mlp_forward` for its rows and their weights, from the gradient [R, H] of its output."""
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+    """What :func:`mlp_forward`'s backward returns to the owners of the rows.
+
+    Args:
+        grad: [R, H] gradient of the outputs.
+        pre_activations: as the forward made them; emptied here, so that their memory can be used again.
+        keep_hidden: whether the down projection's weight gradient is wanted.
+
+    Returns:
+        The gradients of the rows [R, H] and of their weights [R] float32; and for the weight gradients those of the
+        pre-activations, as the forward made these, and the weighted hidden rows [R, I] if kept.
+    """
     form = weights.layout.form
     gate, up = weights.split(pre_activations, 1)
     grad_pre_activations = [torch.empty_like(part) for part in pre_activations]
@@ -121,43 +111,52 @@ def mlp_backward_rows(
     grad_row_weights = hidden_backward(gate, up, row_weights, form.act, grad_hidden, grad_gate, grad_up, hidden)
     if form.down in weights.biases:
         grad_row_weights += expert_bias_dot(grad, weights.biases[form.down], plan)
-    del grad_hidden
+    del grad_hidden, gate, up
+    pre_activations.clear()
     grad_rows = None
     for part, stack in zip(grad_pre_activations, weights.inputs):
         back = project_back(part, stack, plan)
         grad_rows = back if grad_rows is None else grad_rows.add_(back)
-    return RowGrads(grad_rows, grad_row_weights, grad, grad_pre_activations, hidden)
+    return grad_rows, grad_row_weights, grad_pre_activations, hidden
 
 
-def mlp_backward_weights(
-    grads: RowGrads,
-    rows: torch.Tensor,
+# Gradients of parameters: (projection, "weight" or "bias") -> [E_local, ...].
+SlotGrads = dict[tuple[str, str], torch.Tensor]
+
+
+def down_grads(
+    grad: torch.Tensor,
+    hidden: torch.Tensor | None,
     row_weights: torch.Tensor,
+    form: ExpertForm,
+    plan: Plan,
+    wanted: set[tuple[str, str]],
+) -> SlotGrads:
+    """Gradients of the down projection from those of the outputs [R, H] and the weighted hidden rows [R, I]."""
+    found: SlotGrads = {}
+    if (form.down, "weight") in wanted:
+        found[form.down, "weight"] = weight_grads(grad, hidden, plan)
+    if (form.down, "bias") in wanted:
+        found[form.down, "bias"] = expert_sums(grad, plan, row_weights)
+    return found
+
+
+def input_grads(
+    grad_pre_activations: list[torch.Tensor],
+    rows: torch.Tensor,
     weights: ExpertWeights,
     plan: Plan,
-    wanted: dict[tuple[str, str], bool],
-) -> list[torch.Tensor | None]:
-    """Gradients of the experts' parameters, slot by slot of the form; zeros for an expert without rows.
-
-    Args:
-        wanted: for each slot, whether any expert wants its gradient; ``None`` stands for one that does not.
-    """
+    wanted: set[tuple[str, str]],
+) -> SlotGrads:
+    """Gradients of the gate and up projections from those of the pre-activations and the rows [R, H]."""
     form, found = weights.layout.form, {}
-    if wanted[form.down, "weight"]:
-        found[form.down, "weight"] = weight_grads(grads.output, grads.hidden, plan)
-    if any(wanted[name, "weight"] for name in form.projections[:-1]):
-        of_inputs = weights.split([weight_grads(part, rows, plan) for part in grads.pre_activations], 1)
+    if any((name, "weight") in wanted for name in form.projections[:-1]):
+        of_inputs = weights.split([weight_grads(part, rows, plan) for part in grad_pre_activations], 1)
         found[form.gate, "weight"], found[form.up, "weight"] = of_inputs
-    grad_gate, grad_up = weights.split(grads.pre_activations, 1)
-    for name, part, scale in (
-        (form.gate, grad_gate, None),
-        (form.up, grad_up, None),
-        (form.down, grads.output, row_weights),
-    ):
-        if wanted.get((name, "bias")):
-            found[name, "bias"] = expert_sums(part, plan, scale)
-    nothing = [None] * len(plan.expert_counts)
-    return [grad for slot in form.slots for grad in (found[slot] if wanted[slot] else nothing)]
+    for name, part in zip((form.gate, form.up), weights.split(grad_pre_activations, 1)):
+        if (name, "bias") in wanted:
+            found[name, "bias"] = expert_sums(part, plan)
+    return found
 
 
 def mlp_by_expert(

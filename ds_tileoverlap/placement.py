@@ -22,11 +22,11 @@ class RouteCounts:
 
     Attributes:
         counts: [E + W] int32: routes to each expert, then tokens that go to each rank.
-        block_starts: [blocks, E + W] int32: of those, how many come from earlier blocks of tokens (kernels only).
+        block_visits: [blocks, W] int32: how many tokens of each block go to each rank (kernels only).
     """
 
     counts: torch.Tensor
-    block_starts: torch.Tensor | None
+    block_visits: torch.Tensor | None
 
 
 def count_routes(experts: torch.Tensor, num_experts: int, num_ranks: int) -> RouteCounts:
@@ -43,11 +43,20 @@ def count_routes(experts: torch.Tensor, num_experts: int, num_ranks: int) -> Rou
         counts = torch.cat([_one_hot(experts, num_experts).sum((0, 1)), visits.sum(0)])
         return RouteCounts(counts.int(), None)
     tile, num_blocks = _token_tile(num_tokens, num_experts, num_ranks)
-    block_starts = experts.new_empty(num_blocks, num_experts + num_ranks)
+    counts = experts.new_zeros(num_experts + num_ranks)
+    block_visits = experts.new_empty(num_blocks, num_ranks)
     _count_routes_kernel[(num_blocks,)](
-        experts, block_starts, num_tokens, num_experts, num_ranks, num_experts // num_ranks, TOP_K=top_k, **tile
+        experts,
+        counts,
+        block_visits,
+        num_tokens,
+        num_experts,
+        num_ranks,
+        num_experts // num_ranks,
+        TOP_K=top_k,
+        **tile,
     )
-    return RouteCounts(_scan_blocks(block_starts), block_starts)
+    return RouteCounts(counts, block_visits)
 
 
 def place_tokens(
@@ -96,7 +105,7 @@ def place_tokens(
         experts,
         weight_bits,
         counted.counts,
-        counted.block_starts,
+        counted.block_visits,
         sent_tokens,
         choice_slots,
         token_slots,
@@ -108,6 +117,7 @@ def place_tokens(
         TOP_K=top_k,
         BLOCK=tile["BLOCK"],
         RANKS=tile["RANKS"],
+        BLOCKS=kernels.tile_rows(tile["RANKS"], most=64),
     )
     return sent_tokens, choice_slots, token_slots, sent_routes
 
@@ -210,7 +220,8 @@ def _visits(experts, token, valid, experts_per_rank, TOP_K: tl.constexpr, BLOCK:
 @triton.jit
 def _count_routes_kernel(
     experts,
-    block_counts,
+    counts,
+    block_visits,
     num_tokens,
     num_experts,
     num_ranks,
@@ -228,9 +239,11 @@ def _count_routes_kernel(
         expert = tl.load(experts + token * TOP_K + j, valid, other=-1)
         routes += tl.sum((expert[:, None] == column[None, :]).to(tl.int32), 0)
     visits = _visits(experts, token, valid, experts_per_rank, TOP_K, BLOCK, RANKS)
-    row = block_counts + tl.program_id(0) * (num_experts + num_ranks)
-    tl.store(row + column, routes, column < num_experts)
-    tl.store(row + num_experts + rank, tl.sum(visits, 0), rank < num_ranks)
+    visited = tl.sum(visits, 0)
+    # Integers: whatever the order of the blocks, the sums are the same.
+    tl.atomic_add(counts + column, routes, column < num_experts)
+    tl.atomic_add(counts + num_experts + rank, visited, rank < num_ranks)
+    tl.store(block_visits + tl.program_id(0) * num_ranks + rank, visited, rank < num_ranks)
 
 
 @triton.jit
@@ -252,7 +265,7 @@ def _place_tokens_kernel(
     experts,
     weight_bits,
     counts,
-    block_starts,
+    block_visits,
     sent_tokens,
     choice_slots,
     token_slots,
@@ -264,14 +277,17 @@ def _place_tokens_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = token < num_tokens
     rank = tl.arange(0, RANKS)
     count = tl.load(counts + num_experts + rank, rank < num_ranks, other=0)
-    start = tl.load(
-        block_starts + tl.program_id(0) * (num_experts + num_ranks) + num_experts + rank, rank < num_ranks, other=0
-    )
+    start = tl.zeros((RANKS,), tl.int32)
+    for first_block in range(0, tl.program_id(0), BLOCKS):
+        block = first_block + tl.arange(0, BLOCKS)
+        inside = (block < tl.program_id(0))[:, None] & (rank < num_ranks)[None, :]
+        start += tl.sum(tl.load(block_visits + block[:, None] * num_ranks + rank[None, :], inside, other=0), 0)
     visits = _visits(experts, token, valid, experts_per_rank, TOP_K, BLOCK, RANKS)
     slots = (tl.cumsum(count, 0) - count + start)[None, :] + tl.cumsum(visits, 0) - visits
     for j in range(TOP_K):

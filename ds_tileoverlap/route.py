@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from deepspeed.moe import sharded_moe
 from deepspeed.moe.sharded_moe import TopKGate
 
 from . import kernels
+from .top_k import BFloat16Routing, TopKRouting, top_k_routing
 
 
 @dataclass(frozen=True)
@@ -49,93 +48,42 @@ def route(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | None = Non
         return _no_routes(x, gate)
     if gate.drop_tokens or _is_customised(gate):
         return _routes_of(gate(x, used_token, sparse_routes=True))
+    weight, mask = gate.wg.weight, used_token if gate.k == 1 else None
+    if _is_exact_in_bf16(x, gate):
+        noise, noisy_from = _selection_noise(x, gate)
+        return Routes(*BFloat16Routing.apply(x, weight, noise, noisy_from, mask, gate.k))
     logits = gate_logits(x, gate)
-    noise, noisy_from = _selection_noise(logits, gate)
-    mask = used_token if gate.k == 1 else None
+    noise, noisy_from = _selection_noise(x, gate)
     if kernels.use_triton(logits):
-        return Routes(*_TopKRouting.apply(logits.float(), noise, noisy_from, mask, gate.k))
-    return top_k_routing(logits, noise, noisy_from, mask, gate.k)
+        return Routes(*TopKRouting.apply(logits.float(), noise, noisy_from, mask, gate.k))
+    return Routes(*top_k_routing(logits, noise, noisy_from, mask, gate.k))
+
+
+def _is_exact_in_bf16(x: torch.Tensor, gate: TopKGate) -> bool:
+    """Whether tensor cores give the float32 logits: products of two bf16 numbers are exact in float32."""
+    jitter = gate.noisy_gate_policy == "Jitter" and gate.training
+    both_bf16 = x.is_cuda and x.dtype == gate.wg.weight.dtype == torch.bfloat16
+    return both_bf16 and not jitter and not torch.is_autocast_enabled(x.device.type)
 
 
 def gate_logits(x: torch.Tensor, gate: TopKGate) -> torch.Tensor:
     """Router logits [T, E] in float32 whatever the dtype of ``x`` [T, H] and of the gate's weight [E, H]."""
-    weight = gate.wg.weight
-    jitter = gate.noisy_gate_policy == "Jitter" and gate.training
-    exact_in_bf16 = x.is_cuda and x.dtype == weight.dtype == torch.bfloat16
-    if exact_in_bf16 and not jitter and not torch.is_autocast_enabled(x.device.type):
-        return _BFloat16Logits.apply(x, weight)
     x = x.float()
-    if jitter:
+    if gate.noisy_gate_policy == "Jitter" and gate.training:
         x = sharded_moe.multiplicative_jitter(x, device=x.device)
-    return F.linear(x, weight.float())
+    return F.linear(x, gate.wg.weight.float())
 
 
-def top_k_routing(
-    logits: torch.Tensor, noise: torch.Tensor | None, noisy_from: int, used_token: torch.Tensor | None, k: int
-) -> Routes:
-    """Dropless top-k routing in plain PyTorch.
-
-    Args:
-        logits: [T, E].
-        noise: [T, E] added to the logits for choosing (never for weighting), or ``None``.
-        noisy_from: the first choice that sees the noise.
-        used_token: [T] or ``None``; tokens marked 0 are not routed.
-        k: choices a token.
-    """
-    num_tokens, num_experts = logits.shape
-    gates = F.softmax(logits, dim=1, dtype=torch.float32)
-    if noise is None and k > 2:
-        experts = gates.topk(k, dim=1).indices
-    else:
-        experts = _arg_top_k(gates, logits, noise, noisy_from, k)
-    chosen = gates.gather(1, experts)
-    if k > 1:
-        chosen = chosen / chosen.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).eps)
-    routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool, device=logits.device).scatter_(1, experts, True)
-    if used_token is not None:
-        used = used_token.bool().unsqueeze(1)
-        experts, chosen, routed = torch.where(used, experts, -1), torch.where(used, chosen, 0.0), routed & used
-    exp_counts = routed.sum(0)
-    balanced = _one_hot_count(experts[:, 0], num_experts) if k == 2 else exp_counts
-    l_aux = (gates.mean(0) * (balanced.float() / num_tokens)).sum() * _l_aux_scale(num_experts, k)
-    return Routes(experts.int(), chosen, l_aux, exp_counts)
-
-
-def _arg_top_k(
-    gates: torch.Tensor, logits: torch.Tensor, noise: torch.Tensor | None, noisy_from: int, k: int
-) -> torch.Tensor:
-    """Choices one after the other, each the best of what is left: ties go to the lower expert, as in upstream."""
-    chosen, taken = [], torch.zeros_like(gates, dtype=torch.bool)
-    for j in range(k):
-        # Upstream picks the first expert by softmax value and a later one by logit.
-        key = gates if j == 0 else logits
-        if noise is not None and j >= noisy_from:
-            key = logits + noise
-        best = key.masked_fill(taken, float("-inf")).argmax(1, keepdim=True)
-        taken = taken.scatter(1, best, True)
-        chosen.append(best)
-    return torch.cat(chosen, 1)
-
-
-def _l_aux_scale(num_experts: int, k: int) -> float:
-    """E times sum(mean gate * mean load) for one counted choice a token; upstream counts all k from k = 3 on."""
-    return num_experts / (k if k > 2 else 1)
-
-
-def _one_hot_count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return (experts.unsqueeze(1) == torch.arange(num_experts, device=experts.device)).sum(0)
-
-
-def _selection_noise(logits: torch.Tensor, gate: TopKGate) -> tuple[torch.Tensor | None, int]:
+def _selection_noise(x: torch.Tensor, gate: TopKGate) -> tuple[torch.Tensor | None, int]:
     """The random part of choosing [T, E], drawn from torch's generator as upstream does, and the first noisy choice."""
-    noise, noisy_from = None, 0
+    noise, noisy_from, shape = None, 0, (x.shape[0], gate.wg.weight.shape[0])
     if gate.k == 1 and gate.noisy_gate_policy == "RSample" and gate.training:
-        noise = sharded_moe.gumbel_rsample(logits.shape, device=logits.device)
+        noise = sharded_moe.gumbel_rsample(shape, device=x.device)
     if gate.k == 1 and gate.use_rts:
         # Without dropping, random token selection selects everyone; the draw keeps the generator where upstream has it.
-        torch.rand(logits.shape, device=logits.device)
+        torch.rand(shape, device=x.device)
     if gate.k == 2 and gate.top2_2nd_expert_sampling:
-        noise, noisy_from = sharded_moe.gumbel_rsample(logits.shape, device=logits.device), 1
+        noise, noisy_from = sharded_moe.gumbel_rsample(shape, device=x.device), 1
     return noise, noisy_from
 
 
@@ -163,274 +111,3 @@ def _no_routes(x: torch.Tensor, gate: TopKGate) -> Routes:
     empty = zero.expand(0, gate.k)
     experts = torch.empty(0, gate.k, dtype=torch.int32, device=x.device)
     return Routes(experts, empty, zero, torch.zeros(weight.shape[0], dtype=torch.long, device=x.device))
-
-
-class _BFloat16Logits(torch.autograd.Function):
-    """Float32 router logits on the tensor cores: products of two bf16 numbers are exact in float32.
-
-    Backward splits the float32 gradient into two bf16 parts (16 bits of mantissa) for the same reason.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-
-    @staticmethod
-    @kernels.without_autocast
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return grad.mm(weight.float()).to(x.dtype), grad.t().mm(x.float()).to(weight.dtype)
-        high = grad.to(torch.bfloat16)
-        parts = torch.cat([high, (grad - high).to(torch.bfloat16)], 1)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = parts.mm(torch.cat([weight, weight]))
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.mm(parts.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0).to(weight.dtype)
-        return grad_x, grad_weight
-
-
-class _TopKRouting(torch.autograd.Function):
-    """:func:`top_k_routing` as three kernels: choose, reduce, and the gradient of both outputs in one."""
-
-    @staticmethod
-    def forward(ctx, logits, noise, noisy_from, used_token, k):
-        experts, weights, balanced, l_aux, exp_counts = _route_triton(logits, noise, noisy_from, used_token, k)
-        ctx.save_for_backward(logits, noise, used_token, experts, balanced)
-        ctx.noisy_from, ctx.k = noisy_from, k
-        ctx.mark_non_differentiable(experts, exp_counts)
-        return experts, weights, l_aux, exp_counts
-
-    @staticmethod
-    @kernels.without_autocast
-    def backward(ctx, _experts, grad_weights, grad_l_aux, _exp_counts):
-        logits, noise, used_token, experts, balanced = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            routes = top_k_routing(logits, noise, ctx.noisy_from, used_token, ctx.k)
-            (grad,) = torch.autograd.grad(
-                (routes.weights, routes.l_aux), logits, (grad_weights, grad_l_aux), create_graph=True
-            )
-        else:
-            grad = _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux)
-        return grad, None, None, None, None
-
-
-def _route_triton(logits, noise, noisy_from, used_token, k):
-    num_tokens, num_experts = logits.shape
-    width = kernels.power_of_2(num_experts)
-    block = kernels.tile_rows(width, most=32)
-    num_blocks = triton.cdiv(num_tokens, block)
-    logits = logits.contiguous()
-    experts = torch.empty(num_tokens, k, dtype=torch.int32, device=logits.device)
-    weights = logits.new_empty(num_tokens, k)
-    gate_sums = logits.new_empty(num_blocks, num_experts)
-    route_counts = experts.new_empty(2, num_blocks, num_experts)
-    used = used_token.to(torch.int32).contiguous() if used_token is not None else experts
-    _route_kernel[(num_blocks,)](
-        logits,
-        noise if noise is not None else logits,
-        used,
-        experts,
-        weights,
-        gate_sums,
-        route_counts[0],
-        route_counts[1],
-        num_tokens,
-        num_experts,
-        noisy_from,
-        HAS_NOISE=noise is not None,
-        HAS_MASK=used_token is not None,
-        TOP_K=k,
-        TOP_K_WIDTH=kernels.power_of_2(k),
-        BLOCK=block,
-        WIDTH=width,
-    )
-    balanced = experts.new_empty(num_experts)
-    l_aux = logits.new_empty(())
-    exp_counts = torch.empty(num_experts, dtype=torch.int64, device=logits.device)
-    _route_totals_kernel[(1,)](
-        gate_sums,
-        route_counts[0],
-        route_counts[1],
-        balanced,
-        l_aux,
-        exp_counts,
-        num_blocks,
-        num_experts,
-        _l_aux_scale(num_experts, k) / num_tokens**2,
-        COUNT_FIRST=k == 2,
-        BLOCK=kernels.tile_rows(width),
-        WIDTH=width,
-    )
-    return experts, weights, balanced, l_aux, exp_counts
-
-
-def _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux):
-    num_tokens, num_experts = logits.shape
-    k = experts.shape[1]
-    width = kernels.power_of_2(num_experts)
-    block = kernels.tile_rows(width, most=32)
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _route_backward_kernel[(triton.cdiv(num_tokens, block),)](
-        logits.contiguous(),
-        experts,
-        balanced,
-        grad_weights.contiguous(),
-        grad_l_aux,
-        grad,
-        num_tokens,
-        num_experts,
-        _l_aux_scale(num_experts, k) / num_tokens**2,
-        TOP_K=k,
-        BLOCK=block,
-        WIDTH=width,
-    )
-    return grad
-
-
-@triton.jit
-def _gates(logits, token, expert, num_tokens, num_experts):
-    """Softmax of a tile of logits; rows and columns outside are 0."""
-    inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
-    logit = tl.load(logits + token[:, None].to(tl.int64) * num_experts + expert[None, :], inside, other=0.0)
-    shifted = tl.where(inside, logit - tl.max(tl.where(inside, logit, float("-inf")), 1)[:, None], float("-inf"))
-    gates = tl.where(inside, tl.exp(shifted), 0.0)
-    total = tl.sum(gates, 1)
-    return logit, gates / tl.where(token < num_tokens, total, 1.0)[:, None], inside
-
-
-@triton.jit
-def _route_kernel(
-    logits,
-    noise,
-    used_token,
-    experts,
-    weights,
-    gate_sums,
-    route_counts,
-    first_counts,
-    num_tokens,
-    num_experts,
-    noisy_from,
-    HAS_NOISE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_K_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.arange(0, WIDTH)
-    choice = tl.arange(0, TOP_K_WIDTH)
-    logit, gates, inside = _gates(logits, token, expert, num_tokens, num_experts)
-    used = token < num_tokens
-    if HAS_MASK:
-        used &= tl.load(used_token + token, used, other=0) != 0
-    # Below every real expert lie the taken ones and the padding, so that even a row of NaN gets k distinct experts.
-    LOWEST: tl.constexpr = -3.0e38
-    key = tl.where(inside & (logit > LOWEST), logit, LOWEST)
-    taken = ~inside
-    chosen = tl.full((BLOCK, TOP_K_WIDTH), -1, tl.int32)
-    weight = tl.zeros((BLOCK, TOP_K_WIDTH), tl.float32)
-    counts = tl.zeros((WIDTH,), tl.int32)
-    for j in tl.static_range(TOP_K):
-        noisy = key
-        if HAS_NOISE:
-            if j >= noisy_from:
-                noisy = key + tl.load(
-                    noise + token[:, None].to(tl.int64) * num_experts + expert[None, :], inside, other=0.0
-                )
-        best = tl.argmax(tl.where(taken, float("-inf"), noisy), 1)
-        hit = expert[None, :] == best[:, None]
-        taken |= hit
-        gate = tl.sum(tl.where(hit, gates, 0.0), 1)
-        chosen = tl.where(choice[None, :] == j, tl.where(used, best, -1)[:, None].to(tl.int32), chosen)
-        weight = tl.where(choice[None, :] == j, tl.where(used, gate, 0.0)[:, None], weight)
-        counts += tl.sum((hit & used[:, None]).to(tl.int32), 0)
-        if j == 0:
-            tl.store(first_counts + tl.program_id(0) * num_experts + expert, counts, expert < num_experts)
-    if TOP_K > 1:
-        weight = weight / tl.maximum(tl.sum(weight, 1), 1.1920928955078125e-07)[:, None]
-    inside_k = (token < num_tokens)[:, None] & (choice < TOP_K)[None, :]
-    place = token[:, None] * TOP_K + choice[None, :]
-    tl.store(experts + place, chosen, inside_k)
-    tl.store(weights + place, weight, inside_k)
-    row = tl.program_id(0) * num_experts + expert
-    tl.store(gate_sums + row, tl.sum(gates, 0), expert < num_experts)
-    tl.store(route_counts + row, counts, expert < num_experts)
-
-
-@triton.jit
-def _route_totals_kernel(
-    gate_sums,
-    route_counts,
-    first_counts,
-    balanced,
-    l_aux,
-    exp_counts,
-    num_blocks,
-    num_experts,
-    scale,
-    COUNT_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    expert = tl.arange(0, WIDTH)
-    gate_sum = tl.zeros((WIDTH,), tl.float32)
-    routes = tl.zeros((WIDTH,), tl.int32)
-    firsts = tl.zeros((WIDTH,), tl.int32)
-    for start in range(0, num_blocks, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        inside = (row < num_blocks)[:, None] & (expert < num_experts)[None, :]
-        place = row[:, None] * num_experts + expert[None, :]
-        gate_sum += tl.sum(tl.load(gate_sums + place, inside, other=0.0), 0)
-        routes += tl.sum(tl.load(route_counts + place, inside, other=0), 0)
-        firsts += tl.sum(tl.load(first_counts + place, inside, other=0), 0)
-    counted = firsts if COUNT_FIRST else routes
-    tl.store(balanced + expert, counted, expert < num_experts)
-    tl.store(exp_counts + expert, routes.to(tl.int64), expert < num_experts)
-    tl.store(l_aux, tl.sum(gate_sum * counted.to(tl.float32), 0) * scale)
-
-
-@triton.jit
-def _route_backward_kernel(
-    logits,
-    experts,
-    balanced,
-    grad_weights,
-    grad_l_aux,
-    grad_logits,
-    num_tokens,
-    num_experts,
-    scale,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.arange(0, WIDTH)
-    _, gates, inside = _gates(logits, token, expert, num_tokens, num_experts)
-    valid = token < num_tokens
-    grad_gates = tl.zeros((BLOCK, WIDTH), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    grad_dot_gate = tl.zeros((BLOCK,), tl.float32)
-    chosen = tl.zeros((BLOCK, WIDTH), tl.int32)
-    for j in range(TOP_K):
-        hit = tl.load(experts + token * TOP_K + j, valid, other=-1)[:, None] == expert[None, :]
-        gate = tl.sum(tl.where(hit, gates, 0.0), 1)
-        grad_weight = tl.load(grad_weights + token * TOP_K + j, valid, other=0.0)
-        grad_gates += tl.where(hit, grad_weight[:, None], 0.0)
-        chosen |= hit.to(tl.int32)
-        total += gate
-        grad_dot_gate += gate * grad_weight
-    if TOP_K > 1:
-        # weight_j = gate_j / max(total, eps): below eps the denominator is a constant.
-        EPS: tl.constexpr = 1.1920928955078125e-07
-        shared = tl.where(total >= EPS, grad_dot_gate / tl.maximum(total, EPS), 0.0)
-        grad_gates = tl.where(chosen > 0, (grad_gates - shared[:, None]) / tl.maximum(total, EPS)[:, None], 0.0)
-    load = tl.load(balanced + expert, expert < num_experts, other=0).to(tl.float32)
-    grad_gates += (tl.load(grad_l_aux) * scale * load)[None, :]
-    grad = gates * (grad_gates - tl.sum(gates * grad_gates, 1)[:, None])
-    tl.store(grad_logits + token[:, None].to(tl.int64) * num_experts + expert[None, :], grad, inside)

@@ -13,7 +13,7 @@ import torch
 
 from .combine import return_rows, return_rows_and_scalars, return_scalars
 from .dispatch import send_scalars, send_tokens
-from .expert_gemm import mlp_backward_rows, mlp_backward_weights, mlp_by_expert, mlp_forward, run_modules
+from .expert_gemm import down_grads, input_grads, mlp_backward_rows, mlp_by_expert, mlp_forward, run_modules
 from .expert_weights import expert_weights, split_slots
 from .kernels import without_autocast
 from .layout import Plan
@@ -81,32 +81,39 @@ class _RoutedMLP(torch.autograd.Function):
     @without_autocast
     def backward(ctx, grad):
         x, weights, rows, *saved = ctx.saved_tensors
-        plan = ctx.plan.with_tensors(saved[: Plan.NUM_TENSORS])
-        pre_activations, parameters = saved[Plan.NUM_TENSORS :], ctx.parameters
+        plan, pre_activations = ctx.plan.with_tensors(saved[: Plan.NUM_TENSORS]), saved[Plan.NUM_TENSORS :]
+        parameters, form, stages = ctx.parameters, ctx.layout.form, ctx.stages
         if _versions(parameters) != ctx.versions:
             raise RuntimeError(
                 "an expert parameter that the backward pass needs was changed in place after the forward"
             )
         if torch.is_grad_enabled():
             return _differentiable_backward(ctx, grad, x, weights, plan, parameters)
-        del saved
-        form, stages = ctx.layout.form, ctx.stages
+        # Unless the graph is retained, what was saved is freed as soon as it has been used, not at the end.
+        ctx.maybe_clear_saved_tensors()
+        x_dtype = x.dtype
+        del saved, x, weights
         needs = split_slots(form, ctx.needs_input_grad[_RoutedMLP.FIXED_INPUTS :])
-        wanted = {slot: any(need) for slot, need in zip(form.slots, needs)}
+        wanted = {slot for slot, need in zip(form.slots, needs) if any(need)}
 
         with stages("combine backward"):
             grad = send_tokens(grad, plan, "combine backward")
         with stages("expert_gemm backward"):
             stacks = expert_weights(ctx.layout, parameters, rows.dtype)
-            keep_hidden = wanted[form.down, "weight"]
-            grads = mlp_backward_rows(grad, plan.row_weights, pre_activations, stacks, plan, keep_hidden)
-        del pre_activations
+            grad_rows, grad_row_weights, grad_pre_activations, hidden = mlp_backward_rows(
+                grad, plan.row_weights, pre_activations, stacks, plan, keep_hidden=(form.down, "weight") in wanted
+            )
         with stages("dispatch backward"):
             grad_x, grad_weights = return_rows_and_scalars(
-                grads.rows.to(x.dtype), grads.row_weights, plan, "dispatch backward"
+                grad_rows.to(x_dtype), grad_row_weights, plan, "dispatch backward"
             )
+        del grad_rows
         with stages("expert_gemm weight gradients"):
-            of_parameters = mlp_backward_weights(grads, rows, plan.row_weights, stacks, plan, wanted)
+            found = down_grads(grad, hidden, plan.row_weights, form, plan, wanted)
+            del grad, hidden
+            found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted)
+        nothing = [None] * len(plan.expert_counts)
+        of_parameters = [g for slot in form.slots for g in (found[slot] if slot in wanted else nothing)]
         return grad_x, grad_weights, None, None, None, None, None, *of_parameters
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import E
 
-from ds_tileoverlap import activation, combine, dispatch, expert_gemm, kernels, layout, placement, route
+from ds_tileoverlap import activation, combine, dispatch, expert_gemm, kernels, layout, placement, top_k
 from ds_tileoverlap.exchange import Peers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,6 +117,33 @@ def test_row_kernels(compare, width, dtype):
     same(kernel[2:], twin[2:], rtol=torch.finfo(dtype).eps)
 
 
+def test_scalars_in_the_same_pass(compare):
+    rows, values = random(50, 24, seed=1), random(50, seed=2)
+    index = torch.randint(-1, 50, (37, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    other = torch.randint(-1, 40, (37, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+
+    def run():
+        packed = torch.zeros(37, 32, device=DEVICE)
+        combine.sum_rows(rows, index, packed[:, :24], (values, index, packed[:, 24:27]))
+        picked = torch.empty(37, 3, device=DEVICE)
+        by_column = random(40, 3, seed=5)
+        return [packed, combine.sum_rows(rows, index, None, (by_column, other, picked)), picked]
+
+    twin, kernel = compare(run)
+    same(kernel, twin, rtol=1e-6)
+
+
+def test_split_gradient_of_the_logits_adds_up(monkeypatch):
+    monkeypatch.setattr(kernels, "use_triton", lambda tensor: True)
+    logits, grad, l_aux = random(33, 12, seed=1), random(33, 3, seed=2), torch.tensor(2.0, device=DEVICE)
+    experts, _, balanced, _, _ = top_k._route_triton(logits, None, 0, None, 3)
+    whole = top_k._route_backward_triton(logits, experts, balanced, grad, l_aux)
+    parts = top_k._route_backward_triton(logits, experts, balanced, grad, l_aux, split=True)
+    assert parts.dtype == torch.bfloat16
+    # 2 ** -16 where the parts are rounded; Triton's interpreter cuts them off.
+    assert (parts.float().view(33, 2, 12).sum(1) - whole).abs().max() <= 2**-14 * whole.abs().max()
+
+
 def test_a_row_of_nan_stays_in_its_sum(compare):
     rows = random(4, 8)
     rows[1] = float("nan")
@@ -190,10 +217,9 @@ def test_routing_kernels(compare, num_tokens, k, num_experts, noisy_from, masked
     def run():
         x = logits.clone().requires_grad_()
         if kernels.use_triton(x):
-            experts, weights, l_aux, counts = route._TopKRouting.apply(x, noise, noisy_from or 0, used, k)
+            experts, weights, l_aux, counts = top_k.TopKRouting.apply(x, noise, noisy_from or 0, used, k)
         else:
-            routes = route.top_k_routing(x, noise, noisy_from or 0, used, k)
-            experts, weights, l_aux, counts = routes.experts, routes.weights, routes.l_aux, routes.exp_counts
+            experts, weights, l_aux, counts = top_k.top_k_routing(x, noise, noisy_from or 0, used, k)
         ((weights * grad).sum() + 3 * l_aux).backward()
         return [experts, counts, weights, l_aux, x.grad]
 
@@ -207,6 +233,6 @@ def test_routing_kernel_gives_distinct_experts_on_ties_and_nan(monkeypatch):
     logits = torch.zeros(3, E, device=DEVICE)
     logits[1] = float("nan")
     logits[2, 3] = 1.0
-    experts, weights, _, counts = route._TopKRouting.apply(logits, None, 0, None, 3)
+    experts, weights, _, counts = top_k.TopKRouting.apply(logits, None, 0, None, 3)
     assert experts.tolist() == [[0, 1, 2], [0, 1, 2], [3, 0, 1]]
     assert counts.sum() == 9 and weights[1].isnan().all() and not weights[[0, 2]].isnan().any()
