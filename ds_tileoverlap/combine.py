@@ -138,7 +138,7 @@ def gather_scalars(values: torch.Tensor, index: torch.Tensor, picked: torch.Tens
     return picked.copy_(torch.where(index >= 0, found, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_elements"])
 def _gather_scalars_kernel(
     values,
     index,

@@ -51,7 +51,9 @@ def hooks_of(module: nn.Module) -> tuple[dict, ...]:
 def common_form(experts: nn.ModuleList) -> ExpertForm | None:
     """The form that all experts share, with equal shapes and dtypes; ``None`` where they do not."""
     forms = {trace_form(expert) for expert in experts}
-    kinds = {tuple((p.shape, p.dtype, p.device) for p in expert.parameters()) for expert in experts}
+    kinds = {tuple((p.shape, p.stride(), p.dtype, p.device) for p in expert.parameters()) for expert in experts}
+    if not all(p.is_contiguous() for p in experts.parameters()):
+        return None
     return forms.pop() if len(forms) == len(kinds) == 1 else None
 
 

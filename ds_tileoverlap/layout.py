@@ -26,7 +26,6 @@ class Plan:
 
     Attributes:
         peers: the expert-parallel group.
-        num_tokens: T.
         counts: [W, E + W] int32 on the host; row r holds rank r's routes to each expert, then its rows for each rank.
         sent_tokens: [S] int32, the token in each sent row.
         choice_slots: [T, k] int32, the sent row that carries a choice, -1 for a dropped route.
@@ -40,7 +39,6 @@ class Plan:
     NUM_TENSORS: ClassVar[int]
 
     peers: Peers
-    num_tokens: int
     counts: torch.Tensor
     sent_tokens: torch.Tensor
     choice_slots: torch.Tensor
@@ -87,7 +85,7 @@ class Plan:
         return replace(self, **dict(zip(_TENSOR_FIELDS, tensors)))
 
 
-_TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in ("peers", "num_tokens"))
+_TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name != "peers")
 Plan.NUM_TENSORS = len(_TENSOR_FIELDS)
 
 
@@ -108,7 +106,7 @@ def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
     sent_tokens, choice_slots, token_slots, sent_routes = place_tokens(
         routes.experts, routes.weights, counted, peers.size
     )
-    plan = Plan(peers, len(routes.experts), host_counts.wait(), None, choice_slots, token_slots, *[None] * 4)
+    plan = Plan(peers, host_counts.wait(), None, choice_slots, token_slots, *[None] * 4)
     num_sent = sum(plan.send_splits)
     received = all_to_all_rows(sent_routes[:num_sent], plan.send_splits, plan.recv_splits, peers, "layout")
     choice_rows, row_choices, row_weights, row_offsets = place_rows(

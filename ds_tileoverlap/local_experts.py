@@ -27,18 +27,18 @@ class LocalExperts:
         # Of a linear map only its parameters, hooks and an overridden forward matter: the last is one attribute more.
         linears = [module for module in modules if type(module) is nn.Linear]
         others = [module for module in modules if type(module) is not nn.Linear]
-        self._attributes = [(vars(module), tuple(vars(module).values())) for module in others]
+        self._dicts = [vars(module) for module in others]
+        self._dicts += [module._modules for module in (experts, *others)]
+        self._values = list(map(tuple, map(dict.values, self._dicts)))
         self._linears = [vars(module) for module in linears]
         self._num_attributes = list(map(len, self._linears))
-        self._children = [(module._modules, tuple(module._modules.values())) for module in modules if module._modules]
         self._hooks = [hooks for module in modules for hooks in hooks_of(module)]
         self._slots = []
         if self.form is not None:
             self._slots = [
                 (expert.get_submodule(name)._parameters, kind) for name, kind in self.form.slots for expert in experts
             ]
-        self._biases = [module._parameters for module in linears]
-        self._unbiased = [parameters["bias"] is None for parameters in self._biases]
+        self._unbiased = [m._parameters for m in linears if m.bias is None]
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all experts, slot by slot of the form."""
@@ -64,13 +64,19 @@ class LocalExperts:
 
     def are_current(self, experts: nn.ModuleList) -> bool:
         """Whether no module got a hook, another child, another mode, or any other attribute since."""
+        try:
+            # Identical objects are equal without a look inside.
+            same_values = list(map(tuple, map(dict.values, self._dicts))) == self._values
+        except RuntimeError:
+            # Two different tensors were compared.
+            return False
         return (
-            experts.training is self._training
+            same_values
+            and experts.training is self._training
             and not any(self._hooks)
-            and _values_are(self._attributes)
-            and _values_are(self._children)
             and list(map(len, self._linears)) == self._num_attributes
-            and [parameters["bias"] is None for parameters in self._biases] == self._unbiased
+            and all(parameters["bias"] is None for parameters in self._unbiased)
+            and not any(parameters[kind] is None for parameters, kind in self._slots)
         )
 
 
@@ -79,12 +85,3 @@ def _move_side_by_side(slots: Slots) -> None:
     for slot, places in zip(slots, lay_out(slots, slots[0][0].dtype)):
         for parameter, place in zip(slot, places):
             parameter.data = place.copy_(parameter)
-
-
-def _values_are(seen: list[tuple[dict, tuple]]) -> bool:
-    """Whether each dictionary holds the values it was seen with; the same object is equal without a look inside."""
-    try:
-        return all(tuple(values.values()) == expected for values, expected in seen)
-    except RuntimeError:
-        # Two different tensors were compared.
-        return False

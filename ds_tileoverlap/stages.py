@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.sharded_moe import (
     FIRST_ALLTOALL_TIMER,
@@ -29,18 +26,33 @@ class Stages:
     def __init__(self, layer: MOELayer):
         self._layer = layer
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        accelerator, timed = get_accelerator(), name in _TIMED and self._layer.wall_clock_breakdown
-        accelerator.range_push(name)
-        if timed:
-            timer, of_gate, attribute = _TIMED[name]
-            owner = self._layer.gate if of_gate else self._layer
-            owner.timers(timer).start()
-        try:
-            yield
-        finally:
-            if timed:
-                owner.timers(timer).stop()
-                setattr(owner, attribute, owner.timers(timer).elapsed(reset=False))
-            accelerator.range_pop()
+    def __call__(self, name: str) -> _Range:
+        return _TimedRange(name, self._layer) if name in _TIMED and self._layer.wall_clock_breakdown else _Range(name)
+
+
+class _Range:
+    def __init__(self, name: str):
+        self._name = name
+
+    def __enter__(self) -> None:
+        get_accelerator().range_push(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        get_accelerator().range_pop()
+
+
+class _TimedRange(_Range):
+    def __init__(self, name: str, layer: MOELayer):
+        super().__init__(name)
+        self._timer, of_gate, self._attribute = _TIMED[name]
+        self._owner = layer.gate if of_gate else layer
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._owner.timers(self._timer).start()
+
+    def __exit__(self, *_: object) -> None:
+        timer = self._owner.timers(self._timer)
+        timer.stop()
+        setattr(self._owner, self._attribute, timer.elapsed(reset=False))
+        super().__exit__()

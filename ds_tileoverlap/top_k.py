@@ -221,7 +221,7 @@ def _gates(logits, token, expert, num_tokens, num_experts):
     return logit, gates / tl.where(token < num_tokens, total, 1.0)[:, None], inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "noisy_from"])
 def _route_kernel(
     logits,
     noise,
@@ -282,7 +282,7 @@ def _route_kernel(
     tl.store(route_counts + row, counts, expert < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "scale"])
 def _route_totals_kernel(
     gate_sums,
     route_counts,
@@ -314,7 +314,7 @@ def _route_totals_kernel(
     tl.store(l_aux, tl.sum(gate_sum * counted.to(tl.float32), 0) * scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "scale"])
 def _route_backward_kernel(
     logits,
     experts,

@@ -183,7 +183,7 @@ def test_activation_kernels(compare, width, act, gated, dtype, rtol):
 def plan_of(counts):
     offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0, dtype=torch.int32)
     host = torch.tensor([[*counts, 0]], dtype=torch.int32)
-    return layout.Plan(PEERS, 0, host, *[None] * 6, row_offsets=offsets)
+    return layout.Plan(PEERS, host, *[None] * 6, row_offsets=offsets)
 
 
 @pytest.mark.parametrize("width", [1, 70, 2050])
