@@ -17,7 +17,6 @@ from torch import nn
 from . import reference, sequential
 from .config import TileOverlapConfig
 from .exchange import Peers, peers_of
-from .expert_form import ExpertForm
 from .layout import layout
 from .local_experts import LocalExperts
 from .route import Routes, route
@@ -89,7 +88,7 @@ class TileMOELayer(MOELayer):
         run = self.tile_overlap
         experts = run.experts(self.experts.deepspeed_experts)
         peers = run.peers(self.ep_group, x.device)
-        _check_dtype(x, experts.form, self)
+        _check_dtype(x, experts, run.name)
 
         stages = Stages(self)
         with stages("moe"):
@@ -195,15 +194,15 @@ def _check_arguments(hidden_size: int, num_experts: int, ep_size: int, k: int) -
         raise ValueError("MoE layer: " + "; ".join(faults))
 
 
-def _check_dtype(x: torch.Tensor, form: ExpertForm | None, layer: TileMOELayer) -> None:
+def _check_dtype(x: torch.Tensor, experts: LocalExperts, name: str) -> None:
     """Refuses what the experts' first GEMM would refuse, before any rank waits in an exchange."""
-    if form is None or torch.is_autocast_enabled(x.device.type):
+    if experts.form is None or torch.is_autocast_enabled(x.device.type):
         return
-    dtype = next(layer.experts.parameters()).dtype
+    dtype = experts.parameters()[0].dtype
     if x.dtype != dtype:
         raise RuntimeError(
-            f"MoE layer '{layer.tile_overlap.name}': hidden_states: got {x.dtype}, expected {dtype} as "
-            "the experts' parameters are (cast the input, or use autocast)"
+            f"MoE layer '{name}': hidden_states: got {x.dtype}, expected {dtype} as the experts' parameters are "
+            "(cast the input, or use autocast)"
         )
 
 
