@@ -188,7 +188,7 @@ def run_modules(
     """
     outputs = []
     for expert, chunk in zip(experts, rows.split(plan.expert_counts)):
-        block = chunk if len(chunk) else rows.new_zeros(1, rows.shape[1])
+        block = chunk if len(chunk) else torch.cat([chunk, rows.new_zeros(1, rows.shape[1])])
         output = expert(block.view(1, 1, *block.shape))
         output = output[0] if isinstance(output, tuple) else output
         outputs.append(output.reshape(block.shape)[: len(chunk)])

@@ -18,7 +18,7 @@ AUTOEP_FUSED = {"combine_impl": "fused_weighted_sum", "gate_up_impl": "fused", "
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer; ``tokens`` are per rank."""
+    """One layer; ``tokens`` are per rank, ``router_spread`` makes the routing less even (see :func:`router_weight`)."""
 
     name: str
     hidden: int
@@ -26,6 +26,7 @@ class Shape:
     experts: int
     top_k: int
     tokens: int
+    router_spread: float = 0.0
 
 
 class Gated(nn.Module):
@@ -44,8 +45,9 @@ class Gated(nn.Module):
 def native(shape: Shape, device: torch.device, dtype: torch.dtype, ours: bool) -> MoE:
     """DeepSpeed's layer, dropless, converted to ours if asked; equal values for equal ranks.
 
-    Expert parameters lie in one buffer in their order, as DeepSpeed's mixed-precision optimizers and ZeRO place them.
-    Without an engine no gradient hook runs, so that every arm is timed on the layer alone.
+    Expert parameters lie in one buffer in their order, which is where ZeRO-1 and -2 and the bf16 optimizer put them.
+    There is no engine: ZeRO's gradient hooks also run in a plain ``backward`` (bucketing, at its end reduction), and
+    the layer alone is what is timed.
     """
     world = dist.get_world_size()
     with torch.device("meta"):
@@ -77,9 +79,15 @@ def native(shape: Shape, device: torch.device, dtype: torch.dtype, ours: bool) -
 
 
 def router_weight(shape: Shape, device: torch.device) -> torch.Tensor:
-    """[E, H], the same on every rank: routing that is mildly uneven on normal inputs."""
+    """[E, H], the same on every rank: routing that is mildly uneven on normal inputs, and even over the ranks.
+
+    Experts with longer rows win more tokens. Random rows differ enough where experts are many and H is small; elsewhere
+    even-numbered experts get rows longer by ``router_spread``, odd-numbered ones shorter.
+    """
     generator = torch.Generator(device).manual_seed(7)
-    return torch.randn(shape.experts, shape.hidden, device=device, generator=generator) * 0.02
+    weight = torch.randn(shape.experts, shape.hidden, device=device, generator=generator) * 0.02
+    sign = 1 - 2 * (torch.arange(shape.experts, device=device) % 2)
+    return weight * (1 + shape.router_spread * sign).unsqueeze(1)
 
 
 def autoep(shape: Shape, device: torch.device, dtype: torch.dtype, options: dict, source: MoE) -> nn.Module:
@@ -138,6 +146,18 @@ def autoep(shape: Shape, device: torch.device, dtype: torch.dtype, options: dict
 def output_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     result = layer(x)
     return result[0] if isinstance(result, tuple) else result
+
+
+@torch.no_grad()
+def expert_counts(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """[E] int64: how many routes of all ranks' tokens each expert gets from this arm's own router."""
+    if hasattr(layer, "router"):  # AutoEP; its running total is no count, it may be kept in bf16
+        counts = layer.router(x.view(-1, x.shape[-1]), layer.expert_bias)[2]
+    else:
+        counts = layer(x)[2]
+    counts = counts.to(x.device, torch.int64, copy=True)
+    dist.all_reduce(counts)
+    return counts
 
 
 @torch.no_grad()

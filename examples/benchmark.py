@@ -2,11 +2,14 @@
 
     torchrun --standalone --nproc_per_node=2 examples/benchmark.py --shapes configs/benchmark_shapes.yaml --out DIR
 
+(with this package installed or its root on PYTHONPATH; AutoEP's arms need transformers and are skipped without it)
+
 Protocol: all arms in one process, same weights, same router, same inputs; dropless; expert parallel over all ranks.
 A sample is a burst of back-to-back iterations of one arm, each between two events, of which the first is dropped; arms
 alternate burst by burst, inputs rotate through more memory than the L2 cache holds; times are maxima over the ranks,
 then medians over samples. The equality gate comes first: on a red gate no time is printed. Routing is part of the layer
-in every arm. Roof: the expert GEMMs alone (six grouped GEMMs of this shape through torch).
+in every arm; AutoEP's router multiplies in bf16, so that a few near ties fall otherwise: "routes moved" says how many.
+Roof: the expert GEMMs alone (six grouped GEMMs of this shape through torch).
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import faulthandler
+import importlib.util
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -28,11 +33,11 @@ import deepspeed
 import torch
 import triton
 import yaml
-from bench_arms import AUTOEP_FUSED, Shape, autoep, exact_output, native, output_of
+from bench_arms import AUTOEP_FUSED, Shape, autoep, exact_output, expert_counts, native, output_of
 from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
-# What the layer should gain, forward + backward, over each arm.
+# What the sequential backend should gain, forward + backward, over each arm.
 GOALS = {
     "qwen3-30b": {"stock": 4.5, "autoep_fused": 1.25},
     "olmoe": {"stock": 2.5, "autoep_fused": 1.2},
@@ -48,16 +53,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for one JSON record a shape")
     parser.add_argument("--only", help="comma-separated names of shapes")
     parser.add_argument("--arms", default="stock,autoep,autoep_fused,ours", help="comma-separated; ours is always run")
-    parser.add_argument("--samples", type=int, default=12, help="bursts of each arm")
+    parser.add_argument("--samples", "--iters", type=int, default=12, help=f"bursts of {BURST} iterations of each arm")
     parser.add_argument("--limit", type=int, default=280, help="seconds for one shape, after which stacks are printed")
+    parser.add_argument("--breakdown", action="store_true", help="also write a table of the kernels of ours")
     arguments = parser.parse_args()
 
+    faulthandler.dump_traceback_later(arguments.limit, exit=True)
     on_gpu = torch.cuda.is_available()
-    device = torch.device(get_accelerator().current_device_name()) if not on_gpu else None
-    deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False)
+    device = torch.device(get_accelerator().current_device_name())
     if on_gpu:
-        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    limit = datetime.timedelta(seconds=arguments.limit)
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False, timeout=limit)
     arguments.out.mkdir(parents=True, exist_ok=True)
     shapes = [Shape(**entry) for entry in yaml.safe_load(arguments.shapes.read_text())]
     if arguments.only:
@@ -65,30 +73,34 @@ def main() -> int:
     passed = True
     for shape in shapes:
         faulthandler.dump_traceback_later(arguments.limit, exit=True)
-        record = run(shape, arguments.arms.split(","), arguments.samples, device)
-        faulthandler.cancel_dump_traceback_later()
+        breakdown = arguments.out / f"{shape.name}-breakdown.txt" if arguments.breakdown else None
+        record = run(shape, arguments.arms.split(","), arguments.samples, device, breakdown)
         passed &= record["gate"]["passed"]
         if dist.get_rank() == 0:
             (arguments.out / f"{shape.name}.json").write_text(json.dumps(record, indent=1) + "\n")
             print(table(record), flush=True)
         if on_gpu:
             torch.cuda.empty_cache()
+    faulthandler.dump_traceback_later(60, exit=True)
     dist.destroy_process_group()
     return 0 if passed else 1
 
 
-def run(shape: Shape, names: list[str], samples: int, device: torch.device) -> dict:
+def run(shape: Shape, names: list[str], samples: int, device: torch.device, breakdown: Path | None = None) -> dict:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     source = native(shape, device, dtype, ours=False)
     arms, skipped = {}, {}
     if "stock" in names:
         arms["stock"] = source
     for name, options in (("autoep", {}), ("autoep_fused", AUTOEP_FUSED)):
-        if name in names:
-            if device.type == "cuda":
-                arms[name] = autoep(shape, device, dtype, options, source)
-            else:
-                skipped[name] = "its fused options need a GPU"
+        if name not in names:
+            continue
+        if importlib.util.find_spec("transformers") is None:
+            skipped[name] = "transformers is not installed"
+        elif options and device.type != "cuda":
+            skipped[name] = "its fused options need a GPU"
+        else:
+            arms[name] = autoep(shape, device, dtype, options, source)
     arms["ours"] = native(shape, device, dtype, ours=True)
 
     generator = torch.Generator(device).manual_seed(100 + dist.get_rank())
@@ -100,13 +112,16 @@ def run(shape: Shape, names: list[str], samples: int, device: torch.device) -> d
     record = {
         "shape": vars(shape),
         "ranks": dist.get_world_size(),
+        "smoke_test": device.type != "cuda",
         "environment": environment(device),
         "skipped": skipped,
-        "routing": routing(arms["ours"], inputs[0]),
+        "routing": routing(arms, source, inputs[0]),
         "gate": equality_gate(arms, source, shape, inputs[0], grad),
         "arms": {},
         "goals": GOALS.get(shape.name, {}),
     }
+    # A token or two may fall otherwise by float32 rounding, not more.
+    record["gate"]["passed"] &= record["routing"]["moved"]["ours"] <= 1e-3
     if not record["gate"]["passed"]:
         return record
     parameters = {name: list(arm.parameters()) for name, arm in arms.items()}
@@ -116,27 +131,32 @@ def run(shape: Shape, names: list[str], samples: int, device: torch.device) -> d
             output_of(arms[name], inputs[i % NUM_INPUTS])
 
     def forward_backward(name: str, i: int) -> None:
-        for parameter in parameters[name]:
-            parameter.grad = None
+        for leaf in (inputs[i % NUM_INPUTS], *parameters[name]):
+            leaf.grad = None
         output_of(arms[name], inputs[i % NUM_INPUTS]).backward(grad)
 
     for label, step in (("forward_ms", forward), ("forward_backward_ms", forward_backward)):
         for name, times in interleaved(list(arms), step, samples, device).items():
             record["arms"].setdefault(name, {})[label] = summary(times)
     for name in arms:
-        record["arms"][name]["peak_gib"] = peak_gib(lambda arm=name: forward_backward(arm, 0), parameters[name], device)
+        leaves = [inputs[0], *parameters[name]]
+        record["arms"][name]["peak_gib"] = peak_gib(lambda arm=name: forward_backward(arm, 0), leaves, device)
+    if breakdown:
+        kernel_table(lambda i: forward_backward("ours", i), breakdown, device)
     if device.type == "cuda":
         record["gemms_alone_ms"] = gemms_alone(shape, arms["ours"], inputs[0], samples, device)
     return record
 
 
-def routing(ours: torch.nn.Module, x: torch.Tensor) -> dict:
-    """How uneven the routing is over all ranks."""
-    with torch.no_grad():
-        counts = ours(x)[2].clone()
-    dist.all_reduce(counts)
-    rows = counts.view(dist.get_world_size(), -1).sum(1)
-    return {"fullest_over_mean": (counts.max() / counts.float().mean()).item(), "rows_by_rank": rows.tolist()}
+def routing(arms: dict, source, x: torch.Tensor) -> dict:
+    """How uneven the routing is over all ranks, and the share of routes that an arm gives to another expert (net)."""
+    counts = expert_counts(source, x)
+    moved = {name: (expert_counts(arm, x) - counts).abs().sum() / 2 / counts.sum() for name, arm in arms.items()}
+    return {
+        "fullest_over_mean": (counts.max() / counts.float().mean()).item(),
+        "rows_by_rank": counts.view(dist.get_world_size(), -1).sum(1).tolist(),
+        "moved": {name: share.item() for name, share in moved.items()},
+    }
 
 
 def equality_gate(arms: dict, source, shape: Shape, x: torch.Tensor, grad: torch.Tensor) -> dict:
@@ -229,12 +249,26 @@ def clock(device: torch.device):
     span.append(time.perf_counter())
 
 
-def peak_gib(step: Callable[[], None], parameters: list, device: torch.device) -> float | None:
+def kernel_table(step: Callable[[int], None], path: Path, device: torch.device) -> None:
+    """Writes what three steps spend their time on, longest first; rank 0's view."""
+    activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    synchronize(device)
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for i in range(3):
+            step(i)
+        synchronize(device)
+    if dist.get_rank() == 0:
+        order = f"self_{device.type}_time_total"
+        rows = profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=100)
+        path.write_text(f"ours, forward + backward, 3 iterations\n{rows}\n")
+
+
+def peak_gib(step: Callable[[], None], leaves: list, device: torch.device) -> float | None:
     """Most memory of one forward + backward, gradients included, above what was there before; maximum of the ranks."""
     if device.type != "cuda":
         return None
-    for parameter in parameters:
-        parameter.grad = None
+    for leaf in leaves:
+        leaf.grad = None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -247,9 +281,7 @@ def peak_gib(step: Callable[[], None], parameters: list, device: torch.device) -
 
 def gemms_alone(shape: Shape, ours, x: torch.Tensor, samples: int, device: torch.device) -> dict:
     """The layer's grouped GEMMs without anything around them, on this routing's row counts."""
-    with torch.no_grad():
-        counts = ours(x)[2].clone()
-    dist.all_reduce(counts)
+    counts = expert_counts(ours, x)
     mine = counts.view(dist.get_world_size(), -1)[dist.get_rank()]
     ends, rows = mine.cumsum(0, dtype=torch.int32), int(mine.sum())
     hidden, inner, num_local = shape.hidden, shape.intermediate, len(mine)
@@ -295,17 +327,24 @@ def environment(device: torch.device) -> dict:
         "device": platform.processor() or platform.machine(),
     }
     if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if importlib.util.find_spec("transformers"):
         import transformers
 
         found["transformers"] = transformers.__version__
-        found["device"] = torch.cuda.get_device_name(device)
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    if commit.returncode == 0:
-        found["commit"] = commit.stdout.strip()
+    if commit := first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"):
+        found["commit"] = commit
     return found
+
+
+def first_line(*command: str) -> str | None:
+    """Of a command's output; ``None`` where it is missing, fails or does not answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def table(record: dict) -> str:
@@ -315,10 +354,12 @@ def table(record: dict) -> str:
         f"{shape['tokens']} tokens a rank, {record['ranks']} ranks, {record['environment']['device']}; "
         f"fullest expert {record['routing']['fullest_over_mean']:.2f}x the mean"
     ]
+    lines.append("  routes moved: " + ", ".join(f"{k} {v:.1e}" for k, v in record["routing"]["moved"].items()))
+    lines += [f"  {name} is skipped: {reason}" for name, reason in record["skipped"].items()]
     if not record["gate"]["passed"]:
         return "\n".join([*lines, f"  equality gate FAILED, nothing timed: {record['gate']}"])
     lines.append(f"  gate: {', '.join(f'{k} {v:.1e}' for k, v in record['gate'].items() if k != 'passed')}")
-    if "cuda" not in record["environment"]["torch"] and record["arms"]["ours"]["peak_gib"] is None:
+    if record["smoke_test"]:
         lines.append("  a smoke test on CPU, not a result")
     lines.append(f"  {'arm':14s} {'forward':>9s} {'fwd+bwd':>9s} {'p10':>8s} {'p90':>8s} {'peak GiB':>9s}  ours is")
     mine = record["arms"]["ours"]["forward_backward_ms"]["median"]
@@ -326,7 +367,7 @@ def table(record: dict) -> str:
         both = arm["forward_backward_ms"]
         peak = f"{arm['peak_gib']:9.2f}" if arm["peak_gib"] is not None else " " * 9
         goal = record["goals"].get(name)
-        gain = f"{both['median'] / mine:.2f}x faster" + (f" (goal {goal}x)" if goal else "") if name != "ours" else ""
+        gain = f"{both['median'] / mine:.2f}x as fast" + (f" (goal {goal}x)" if goal else "") if name != "ours" else ""
         lines.append(
             f"  {name:14s} {arm['forward_ms']['median']:9.3f} {both['median']:9.3f} "
             f"{both['p10']:8.3f} {both['p90']:8.3f} {peak}  {gain}"
