@@ -323,7 +323,7 @@ def environment(device: torch.device) -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "deepspeed": deepspeed.__version__,
-        "command": " ".join(sys.argv),
+        "command": " ".join(sys.argv).split(" --out")[0],
         "device": platform.processor() or platform.machine(),
     }
     if device.type == "cuda":
