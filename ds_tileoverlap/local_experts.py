@@ -21,8 +21,7 @@ class LocalExperts:
         self.modules = experts
         self.form = common_form(experts)
         modules = [module for expert in experts for module in expert.modules()]
-        self._layout: WeightLayout | None = None
-        self._layout_key: object = None
+        self._layouts: dict[torch.dtype, WeightLayout] = {}
         self._training = experts.training
         # Of a linear map only its parameters, hooks and an overridden forward matter: the last is one attribute more.
         linears = [module for module in modules if type(module) is nn.Linear]
@@ -33,11 +32,14 @@ class LocalExperts:
         self._linears = [vars(module) for module in linears]
         self._num_attributes = list(map(len, self._linears))
         self._hooks = [hooks for module in modules for hooks in hooks_of(module)]
+        self._hooked = any(self._hooks)
         self._slots = []
         if self.form is not None:
             self._slots = [
                 (expert.get_submodule(name)._parameters, kind) for name, kind in self.form.slots for expert in experts
             ]
+        self._places = _places(self.parameters())
+        self._looks = list(map(_look, self.parameters()))
         self._unbiased = [m._parameters for m in linears if m.bias is None]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -50,17 +52,16 @@ class LocalExperts:
         Parameters that own their storages are moved side by side first, as recurrent layers of torch do; those that
         somebody else placed, like ZeRO, stay where they are.
         """
-        key = dtype if parameters[0].dtype != dtype else tuple(p.data_ptr() for p in parameters)
-        if self._layout_key != key:
+        layout = self._layouts.get(dtype)
+        if layout is None:
             slots = split_slots(self.form, parameters)
             if parameters[0].dtype != dtype:
                 slots = cast(slots, dtype)
-            else:
-                if all(p.untyped_storage().nbytes() == p.nbytes for p in parameters):
-                    _move_side_by_side(slots)
-                    key = tuple(p.data_ptr() for p in parameters)
-            self._layout, self._layout_key = find_layout(self.form, slots), key
-        return self._layout
+            elif all(p.untyped_storage().nbytes() == p.nbytes for p in parameters):
+                _move_side_by_side(slots)
+                self._places = _places(parameters)
+            layout = self._layouts[dtype] = find_layout(self.form, slots)
+        return layout
 
     def are_current(self, experts: nn.ModuleList) -> bool:
         """Whether no module got a hook, another child, another mode, or any other attribute since."""
@@ -73,11 +74,30 @@ class LocalExperts:
         return (
             same_values
             and experts.training is self._training
-            and not any(self._hooks)
+            and any(self._hooks) is self._hooked
             and list(map(len, self._linears)) == self._num_attributes
             and all(parameters["bias"] is None for parameters in self._unbiased)
             and not any(parameters[kind] is None for parameters, kind in self._slots)
+            and self._parameters_are_current()
         )
+
+    def _parameters_are_current(self) -> bool:
+        """Whether the parameters look as they did; their layout is forgotten where they only moved."""
+        parameters = self.parameters()
+        places = _places(parameters)
+        if places == self._places:
+            return True
+        self._places, self._layouts = places, {}
+        return list(map(_look, parameters)) == self._looks
+
+
+def _places(parameters: list[nn.Parameter]) -> tuple[list[int], list[int]]:
+    """Where the parameters lie and how long they are: changes with whatever is put in their place."""
+    return list(map(torch.Tensor.data_ptr, parameters)), list(map(torch.Tensor.numel, parameters))
+
+
+def _look(parameter: nn.Parameter) -> tuple:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
 
 
 @torch.no_grad()

@@ -125,6 +125,8 @@ def _versions(parameters: tuple[torch.Tensor, ...]) -> int:
 def _differentiable_backward(ctx, grad, x, weights, plan, parameters):
     """The backward of :class:`_RoutedMLP` for ``create_graph``: through differentiable stages, computed again."""
     fixed = _RoutedMLP.FIXED_INPUTS
+    # Views, because the router's weights depend on x: gradients must stop at the inputs of this node.
+    x, weights = x.view_as(x), weights.view_as(weights)
     anchor = x.new_empty(0, requires_grad=True)
     rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
     outputs = mlp_by_expert(rows.to(grad.dtype), row_weights, ctx.layout.form, plan, parameters)
