@@ -125,8 +125,8 @@ def _versions(parameters: tuple[torch.Tensor, ...]) -> int:
 def _differentiable_backward(ctx, grad, x, weights, plan, parameters):
     """The backward of :class:`_RoutedMLP` for ``create_graph``: through differentiable stages, computed again."""
     fixed = _RoutedMLP.FIXED_INPUTS
-    # Views, because the router's weights depend on x: gradients must stop at the inputs of this node.
-    x, weights = x.view_as(x), weights.view_as(weights)
+    # Views, because inputs may depend on each other (weights on x, x on parameters): gradients must stop here.
+    x, weights, *parameters = (tensor.view_as(tensor) for tensor in (x, weights, *parameters))
     anchor = x.new_empty(0, requires_grad=True)
     rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
     outputs = mlp_by_expert(rows.to(grad.dtype), row_weights, ctx.layout.form, plan, parameters)
