@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,8 @@ WATCHDOG_MARGIN_S = 2.0
 # A waiting host looks at the device without pause for this long, then once a pause.
 SPIN_S = 2e-3
 PAUSE_S = 100e-6
+# Exchange -> how often it failed on this rank.
+_FAILURES: Counter[str] = Counter()
 # From torch 2.13 on the collective has a new name.
 _ALL_GATHER = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
@@ -174,8 +177,11 @@ def _peer_error(peers: Peers, stage: str, cause: object) -> PeerError:
 def _roll_call(peers: Peers, stage: str) -> list[int]:
     """Global ranks of the group that do not report within :data:`ROLL_CALL_S` that they failed in this exchange too."""
     missing = []
+    exchange = f"tile_overlap/{peers.layer}/{stage}/{peers.ranks}"
+    _FAILURES[exchange] += 1
     try:
-        store = PrefixStore(f"tile_overlap/{peers.layer}/{stage}/{peers.ranks}", distributed_c10d._get_default_store())
+        # Numbered, so that a report of an earlier failure is not taken for one of this.
+        store = PrefixStore(f"{exchange}/{_FAILURES[exchange]}", distributed_c10d._get_default_store())
         store.set(str(peers.rank), "waiting")
         deadline = time.monotonic() + ROLL_CALL_S
         for place, rank in enumerate(peers.ranks):

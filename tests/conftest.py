@@ -6,6 +6,9 @@ if not torch.cuda.is_available():
     # Before triton is imported: its kernels then run on CPU tensors, where a test asks for them.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# The ranks of a test and its own process share few cores; tensors are small.
+torch.set_num_threads(1)
+
 import pytest  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
