@@ -31,7 +31,7 @@ class Plan:
         choice_slots: [T, k] int32, the sent row that carries a choice, -1 for a dropped route.
         token_slots: [T, k] int32, ``choice_slots`` with every sent row named once a token and -1 elsewhere.
         choice_rows: [U, k] int32, the expert row of a received row's choice, -1 where the choice is not ours.
-        row_choices: [R] int32, the inverse: received row * k + choice.
+        row_sources: [R] int32, the received row that each expert row is a copy of.
         row_weights: [R] float32, the router weight of each expert row.
         row_offsets: [E_local + 1] int32, where each local expert's rows start.
     """
@@ -44,7 +44,7 @@ class Plan:
     choice_slots: torch.Tensor
     token_slots: torch.Tensor
     choice_rows: torch.Tensor
-    row_choices: torch.Tensor
+    row_sources: torch.Tensor
     row_weights: torch.Tensor
     row_offsets: torch.Tensor
 
@@ -109,14 +109,14 @@ def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
     plan = Plan(peers, host_counts.wait(), None, choice_slots, token_slots, *[None] * 4)
     num_sent = sum(plan.send_splits)
     received = all_to_all_rows(sent_routes[:num_sent], plan.send_splits, plan.recv_splits, peers, "layout")
-    choice_rows, row_choices, row_weights, row_offsets = place_rows(
+    choice_rows, row_sources, row_weights, row_offsets = place_rows(
         received, num_experts // peers.size, sum(plan.expert_counts)
     )
     return replace(
         plan,
         sent_tokens=sent_tokens[:num_sent],
         choice_rows=choice_rows,
-        row_choices=row_choices,
+        row_sources=row_sources,
         row_weights=row_weights,
         row_offsets=row_offsets,
     )

@@ -132,15 +132,15 @@ def place_rows(
         num_rows: R, known from the exchanged counts.
 
     Returns:
-        choice_rows [U, k] int32 (-1 where the choice is another rank's), its inverse row_choices [R] int32
-        (received row * k + choice), row_weights [R] float32, row_offsets [E_local + 1] int32.
+        choice_rows [U, k] int32 (-1 where the choice is another rank's), row_sources [R] int32 (the received row of
+        each expert row), row_weights [R] float32, row_offsets [E_local + 1] int32.
 
-        Local experts ``[[0, -1, 1], [0, -1, -1]]`` give choice rows ``[[0, -1, 2], [1, -1, -1]]``, row choices
-        ``[0, 3, 2]`` and offsets ``[0, 2, 3]``.
+        Local experts ``[[0, -1, 1], [0, -1, -1]]`` give choice rows ``[[0, -1, 2], [1, -1, -1]]``, row sources
+        ``[0, 1, 0]`` and offsets ``[0, 2, 3]``.
     """
     num_received, top_k = received.shape[0], received.shape[1] // 2
     choice_rows = received.new_empty(num_received, top_k)
-    row_choices = received.new_empty(num_rows)
+    row_sources = received.new_empty(num_rows)
     row_weights = received.new_empty(num_rows, dtype=torch.float32)
     if not (kernels.use_triton(received) and num_received):
         experts, weights = received[:, :top_k].flatten(), received[:, top_k:].contiguous().view(torch.float32).flatten()
@@ -150,9 +150,9 @@ def place_rows(
         rows = torch.where(one_hot, places, -1).amax(1)
         choice_rows.copy_(rows.view(num_received, top_k))
         taken = rows >= 0
-        row_choices[rows[taken]] = taken.nonzero().squeeze(1).int()
+        row_sources[rows[taken]] = taken.nonzero().squeeze(1).int() // top_k
         row_weights[rows[taken]] = weights[taken]
-        return choice_rows, row_choices, row_weights, row_offsets
+        return choice_rows, row_sources, row_weights, row_offsets
     width = kernels.power_of_2(num_local_experts)
     block = kernels.tile_rows(width)
     num_blocks = triton.cdiv(num_received * top_k, block)
@@ -167,14 +167,14 @@ def place_rows(
         counts,
         block_starts,
         choice_rows,
-        row_choices,
+        row_sources,
         row_weights,
         row_offsets,
         num_received * top_k,
         num_local_experts,
         **sizes,
     )
-    return choice_rows, row_choices, row_weights, row_offsets
+    return choice_rows, row_sources, row_weights, row_offsets
 
 
 def _ranks(experts: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
@@ -338,7 +338,7 @@ def _place_rows_kernel(
     counts,
     block_starts,
     choice_rows,
-    row_choices,
+    row_sources,
     row_weights,
     row_offsets,
     num_elements,
@@ -358,7 +358,7 @@ def _place_rows_kernel(
     place = element // TOP_K * (2 * TOP_K) + element % TOP_K
     weight = tl.load(received_weights + place + TOP_K, element < num_elements, other=0.0)
     tl.store(choice_rows + element, row, element < num_elements)
-    tl.store(row_choices + row, element, row >= 0)
+    tl.store(row_sources + row, element // TOP_K, row >= 0)
     tl.store(row_weights + row, weight, row >= 0)
     if tl.program_id(0) == 0:
         tl.store(row_offsets + column + 1, end, exists)

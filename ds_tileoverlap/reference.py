@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from .dispatch import by_row
 from .exchange import all_to_all_rows
 from .expert_gemm import run_modules
 from .kernels import without_autocast
@@ -31,7 +32,7 @@ def dispatch(x: torch.Tensor, weights: torch.Tensor, plan: Plan) -> tuple[torch.
     """Tokens and router weights to the experts: [T, H], [T, k] -> rows [R, H], row weights [R] float32."""
     received = _to_experts(x[plan.sent_tokens], plan, "dispatch")
     received_weights = _to_experts(weights[plan.sent_tokens], plan, "dispatch")
-    return received[plan.row_choices // plan.top_k], received_weights.reshape(-1)[plan.row_choices]
+    return received[plan.row_sources], by_row(received_weights, plan)
 
 
 def combine(rows: torch.Tensor, plan: Plan) -> torch.Tensor:

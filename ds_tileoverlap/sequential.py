@@ -38,7 +38,7 @@ def routed_experts(
     if experts.form is not None:
         dtype, parameters = compute_dtype(x), experts.parameters()
         layout = experts.weight_layout(parameters, dtype)
-        return _RoutedMLP.apply(x, weights, anchor, layout, plan, dtype, stages, *parameters)
+        return _apply(_RoutedMLP, x, weights, anchor, layout, plan, dtype, stages, *parameters)
     with stages("dispatch"):
         rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
     with stages("expert_gemm"):
@@ -51,6 +51,13 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype that a linear map of ``x`` runs in: autocast's where it is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _apply(function: type[torch.autograd.Function], *inputs: object) -> torch.Tensor:
+    """``function.apply`` without its look at every input for functorch wrappers: there are hundreds of parameters."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*inputs)
+    return super(torch.autograd.Function, function).apply(*inputs)
 
 
 class _RoutedMLP(torch.autograd.Function):
