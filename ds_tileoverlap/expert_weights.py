@@ -136,23 +136,17 @@ def _step(a: torch.Tensor, b: torch.Tensor) -> int | None:
     return b.storage_offset() - a.storage_offset() if same_storage else None
 
 
-def lay_out(slots: Slots, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """Uninitialised tensors like the parameters, in one buffer: expert by expert, an expert's matrices side by side."""
+def cast(slots: Slots, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Copies of the parameters in another dtype, in one buffer: expert by expert, an expert's matrices side by side."""
     # Matrices first: vectors of odd lengths between them would spoil their alignment.
     order = sorted(range(len(slots)), key=lambda i: slots[i][0].dim() < 2)
     sizes = [slot[0].numel() for slot in slots]
     buffer = torch.empty(len(slots[0]), (sum(sizes) + 7) // 8 * 8, dtype=dtype, device=slots[0][0].device)
-    places: list[list[torch.Tensor]] = [[] for _ in slots]
+    copies: list[list[torch.Tensor]] = [[] for _ in slots]
     for line in buffer:
         start = 0
         for i in order:
-            places[i].append(line[start : start + sizes[i]].view(slots[i][0].shape))
+            copies[i].append(line[start : start + sizes[i]].view(slots[i][0].shape))
             start += sizes[i]
-    return places
-
-
-def cast(slots: Slots, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """Copies of the parameters in another dtype, as :func:`lay_out` places them."""
-    copies = lay_out(slots, dtype)
     torch._foreach_copy_([c for copy in copies for c in copy], [p.detach() for slot in slots for p in slot])
     return copies

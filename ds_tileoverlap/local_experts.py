@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .expert_form import common_form, hooks_of
-from .expert_weights import Slots, WeightLayout, cast, find_layout, lay_out, split_slots
+from .expert_weights import WeightLayout, cast, find_layout, split_slots
 
 
 class LocalExperts:
@@ -47,19 +47,11 @@ class LocalExperts:
         return [parameters[kind] for parameters, kind in self._slots]
 
     def weight_layout(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> WeightLayout:
-        """How the parameters, or their copies where ``dtype`` differs from theirs, lie in memory.
-
-        Parameters that own their storages are moved side by side first, as recurrent layers of torch do; those that
-        somebody else placed, like ZeRO, stay where they are.
-        """
+        """How the parameters, or their copies where ``dtype`` differs from theirs, lie in memory."""
         layout = self._layouts.get(dtype)
         if layout is None:
             slots = split_slots(self.form, parameters)
-            if parameters[0].dtype != dtype:
-                slots = cast(slots, dtype)
-            elif all(p.untyped_storage().nbytes() == p.nbytes for p in parameters):
-                _move_side_by_side(slots)
-                self._places = _places(parameters)
+            slots = cast(slots, dtype) if parameters[0].dtype != dtype else slots
             layout = self._layouts[dtype] = find_layout(self.form, slots)
         return layout
 
@@ -98,10 +90,3 @@ def _places(parameters: list[nn.Parameter]) -> tuple[list[int], list[int]]:
 
 def _look(parameter: nn.Parameter) -> tuple:
     return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
-
-
-@torch.no_grad()
-def _move_side_by_side(slots: Slots) -> None:
-    for slot, places in zip(slots, lay_out(slots, slots[0][0].dtype)):
-        for parameter, place in zip(slot, places):
-            parameter.data = place.copy_(parameter)

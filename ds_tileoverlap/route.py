@@ -44,10 +44,8 @@ def route(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | None = Non
         gate: the layer's gate; its options and weight are read at every call.
         used_token: [T] mask or ``None``; tokens marked 0 are not routed. Honoured for k = 1, as upstream does.
     """
-    if x.shape[0] == 0:
-        return _no_routes(x, gate)
     if gate.drop_tokens or _is_customised(gate):
-        return _routes_of(gate(x, used_token, sparse_routes=True))
+        return _routes_by_gate(x, gate, used_token)
     weight, mask = gate.wg.weight, used_token if gate.k == 1 else None
     if _is_exact_in_bf16(x, gate):
         noise, noisy_from = _selection_noise(x, gate)
@@ -98,16 +96,21 @@ def _is_customised(gate: TopKGate) -> bool:
     )
 
 
-def _routes_of(gate_output: tuple) -> Routes:
-    """:class:`Routes` from the sparse-route tuple of upstream's gate, whose index and weight blocks are [k, T]."""
-    l_aux, _, _, experts, _, weights, exp_counts = gate_output
-    return Routes(experts.t().contiguous(), weights.t().contiguous().float(), l_aux, exp_counts.long())
+def _routes_by_gate(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | None) -> Routes:
+    """Routes from upstream's gate itself. It cannot take no tokens: it gets dummies then, whose routes are cut off.
 
-
-def _no_routes(x: torch.Tensor, gate: TopKGate) -> Routes:
-    """Routes of no tokens: empty, a zero loss, and all of it in the graph so that backward reaches every rank alike."""
-    weight = gate.wg.weight
-    zero = (weight[:0].sum() + x.sum()).float()
-    empty = zero.expand(0, gate.k)
-    experts = torch.empty(0, gate.k, dtype=torch.int32, device=x.device)
-    return Routes(experts, empty, zero, torch.zeros(weight.shape[0], dtype=torch.long, device=x.device))
+    The operations are the same with and without tokens. Were the graph another on a rank without, gradients would
+    arrive there in another order, and ZeRO adds up its buckets in the order of arrival.
+    """
+    num_tokens = x.shape[0]
+    num_dummies = 0 if num_tokens else max(gate.min_capacity, 1)
+    x = torch.cat([x, x.new_zeros(num_dummies, x.shape[1])])
+    # Upstream's tuple for sparse routes; its index and weight blocks are [k, T].
+    l_aux, _, _, experts, _, weights, exp_counts = gate(x, None if num_dummies else used_token, sparse_routes=True)
+    exists = 0 if num_dummies else 1
+    return Routes(
+        experts.t()[:num_tokens].contiguous(),
+        weights.t()[:num_tokens].contiguous().float(),
+        l_aux * float(exists),
+        exp_counts.long() * exists,
+    )

@@ -43,7 +43,7 @@ def top_k_routing(
         experts, chosen, routed = torch.where(used, experts, -1), torch.where(used, chosen, 0.0), routed & used
     exp_counts = routed.sum(0)
     balanced = _one_hot_count(experts[:, 0], num_experts) if k == 2 else exp_counts
-    l_aux = (gates.mean(0) * (balanced.float() / num_tokens)).sum() * _l_aux_scale(num_experts, k)
+    l_aux = (gates.sum(0) * balanced).sum() * _l_aux_scale(num_experts, k, num_tokens)
     return experts.int(), chosen, l_aux, exp_counts
 
 
@@ -63,9 +63,12 @@ def _arg_top_k(
     return torch.cat(chosen, 1)
 
 
-def _l_aux_scale(num_experts: int, k: int) -> float:
-    """E times sum(mean gate * mean load) for one counted choice a token; upstream counts all k from k = 3 on."""
-    return num_experts / (k if k > 2 else 1)
+def _l_aux_scale(num_experts: int, k: int, num_tokens: int) -> float:
+    """What sum(gate sums * counted routes) is multiplied by: E * mean gate * mean load for one counted choice a token.
+
+    Upstream counts all k choices from k = 3 on. No tokens have no loss.
+    """
+    return num_experts / (k if k > 2 else 1) / max(num_tokens, 1) ** 2
 
 
 def _one_hot_count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -129,7 +132,7 @@ class BFloat16Routing(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = parts.mm(torch.cat([weight, weight]))
         if ctx.needs_input_grad[1]:
-            both = torch.mm(parts.t(), x, out_dtype=torch.float32)
+            both = torch.mm(parts.t(), x, out_dtype=torch.float32) if len(x) else parts.new_zeros(2 * weight.numel())
             grad_weight = both.view(2, *weight.shape).sum(0).to(weight.dtype)
         return grad_x, grad_weight, None, None, None, None
 
@@ -138,7 +141,8 @@ def _route_triton(logits, noise, noisy_from, used_token, k):
     num_tokens, num_experts = logits.shape
     width = kernels.power_of_2(num_experts)
     block = kernels.tile_rows(width, most=32)
-    num_blocks = triton.cdiv(num_tokens, block)
+    # One block even for no tokens: it writes the zero sums.
+    num_blocks = max(triton.cdiv(num_tokens, block), 1)
     logits = logits.contiguous()
     experts = torch.empty(num_tokens, k, dtype=torch.int32, device=logits.device)
     weights = logits.new_empty(num_tokens, k)
@@ -176,7 +180,7 @@ def _route_triton(logits, noise, noisy_from, used_token, k):
         exp_counts,
         num_blocks,
         num_experts,
-        _l_aux_scale(num_experts, k) / num_tokens**2,
+        _l_aux_scale(num_experts, k, num_tokens),
         COUNT_FIRST=k == 2,
         BLOCK=kernels.tile_rows(width),
         WIDTH=width,
@@ -192,7 +196,7 @@ def _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux, 
     block = kernels.tile_rows(width, most=32)
     width_out, dtype = (2 * num_experts, torch.bfloat16) if split else (num_experts, torch.float32)
     grad = logits.new_empty(num_tokens, width_out, dtype=dtype)
-    _route_backward_kernel[(triton.cdiv(num_tokens, block),)](
+    _route_backward_kernel[(max(triton.cdiv(num_tokens, block), 1),)](
         logits.contiguous(),
         experts,
         balanced,
@@ -201,7 +205,7 @@ def _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux, 
         grad,
         num_tokens,
         num_experts,
-        _l_aux_scale(num_experts, k) / num_tokens**2,
+        _l_aux_scale(num_experts, k, num_tokens),
         TOP_K=k,
         SPLIT=split,
         BLOCK=block,

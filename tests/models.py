@@ -59,6 +59,25 @@ def ours(layer, backend="sequential"):
     return layer
 
 
+def both(form=mlp, backend="sequential", **options):
+    """Our layer and DeepSpeed's, equal; ``form`` is an expert, or a function that makes one of the default size."""
+    layer = fill(stock(form() if form in (mlp, Gated) else form, **options))
+    return ours(layer, backend), layer
+
+
+def experts_of(layer):
+    return layer.deepspeed_moe.experts.deepspeed_experts
+
+
+def is_grouped(layer):
+    """Whether our layer would compute its experts by grouped GEMMs now."""
+    return layer.deepspeed_moe.tile_overlap.experts(experts_of(layer)).form is not None
+
+
+def tanh_mlp():
+    return mlp(act=nn.Tanh)
+
+
 def tokens(seed, *shape, hidden=H, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, hidden, generator=generator, dtype=torch.float64).to(dtype)
