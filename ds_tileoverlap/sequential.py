@@ -80,7 +80,7 @@ class _RoutedMLP(torch.autograd.Function):
             output = return_rows(outputs, plan, "combine")
         ctx.layout, ctx.plan, ctx.stages = layout, plan.without_tensors(), stages
         # Parameters are leaves that the graph keeps alive anyway; saving hundreds of them costs the host too much.
-        ctx.parameters, ctx.versions = parameters, _versions(parameters)
+        ctx.parameters, ctx.state = parameters, _state(parameters)
         ctx.save_for_backward(x, weights, rows, *plan.tensors(), *pre_activations)
         return output
 
@@ -90,9 +90,9 @@ class _RoutedMLP(torch.autograd.Function):
         x, weights, rows, *saved = ctx.saved_tensors
         plan, pre_activations = ctx.plan.with_tensors(saved[: Plan.NUM_TENSORS]), saved[Plan.NUM_TENSORS :]
         parameters, form, stages = ctx.parameters, ctx.layout.form, ctx.stages
-        if _versions(parameters) != ctx.versions:
+        if _state(parameters) != ctx.state:
             raise RuntimeError(
-                "an expert parameter that the backward pass needs was changed in place after the forward"
+                "an expert parameter that the backward pass needs was changed or moved after the forward"
             )
         if torch.is_grad_enabled():
             return _differentiable_backward(ctx, grad, x, weights, plan, parameters)
@@ -124,9 +124,9 @@ class _RoutedMLP(torch.autograd.Function):
         return grad_x, grad_weights, None, None, None, None, None, *of_parameters
 
 
-def _versions(parameters: tuple[torch.Tensor, ...]) -> int:
-    """Grows with every change in place of any parameter."""
-    return sum(parameter._version for parameter in parameters)
+def _state(parameters: tuple[torch.Tensor, ...]) -> tuple[int, int]:
+    """Two numbers that change when any parameter is changed in place, or moved."""
+    return sum(parameter._version for parameter in parameters), sum(map(torch.Tensor.data_ptr, parameters))
 
 
 def _differentiable_backward(ctx, grad, x, weights, plan, parameters):

@@ -307,3 +307,13 @@ def test_argument_errors():
     with pytest.raises(ValueError, match=f"k: got {E + 1}, expected an integer from 1 to num_experts = {E}"):
         MoE(H, mlp(), E, k=E + 1)
     assert MoE(H, mlp(), E, k=TOP_K).deepspeed_moe.gate.k == TOP_K
+
+
+@pytest.mark.parametrize("change", [lambda p: p.add_(1.0), lambda p: setattr(p, "data", p.data.clone())])
+def test_parameter_changed_before_backward(change):
+    mine, _ = both(Gated)
+    y = mine(tokens(1, T))[0]
+    with torch.no_grad():
+        change(experts_of(mine)[3].up_proj.weight)
+    with pytest.raises(RuntimeError, match="changed or moved after the forward"):
+        y.sum().backward()

@@ -1,0 +1,320 @@
+// The expert GEMM. A cluster of two CTAs takes one item at a time: two 128 x 256 tiles that share operand B (two bands
+// of rows, one column tile) or, for the last band of an expert, operand A (one band, two column tiles). The shared
+// operand is loaded once, half by each CTA, and multicast.
+//
+//   scheduler   one thread of CTA 0: claims items and hands them to both CTAs through a queue
+//   loader      one thread a CTA: fills a ring of shared-memory stages
+//   2 x math    a warpgroup each for 64 rows: WGMMA, then registers -> global memory while the other one multiplies
+#include "expert_gemm.cuh"
+
+#include "ptx.cuh"
+#include "tile_signal.cuh"
+
+namespace tileoverlap {
+namespace {
+
+constexpr int TILE_M = 128, TILE_N = 256, TILE_K = 64;
+constexpr int STAGES = 4, QUEUE = 3;
+constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP;
+constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
+// Warps that read the queue: one loader and eight math warps in each CTA.
+constexpr int QUEUE_READERS = 2 * 9;
+
+struct Shared {
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t item_full[QUEUE], item_empty[QUEUE];
+    int4 items[QUEUE];
+};
+
+// One CTA's view of an item.
+struct Tile {
+    int row, rows, expert, column, band, column_tile;
+    bool is_last, shares_b;
+    int first_row;  // of the item
+};
+
+__device__ __forceinline__ Tile tile_of(int4 raw, uint32_t rank) {
+    Tile tile;
+    tile.is_last = raw.x < 0;
+    tile.first_row = raw.x;
+    tile.shares_b = raw.y > TILE_M;
+    tile.expert = raw.z & 0xffff;
+    int second = tile.shares_b ? rank : 0;
+    tile.row = raw.x + second * TILE_M;
+    tile.rows = min(raw.y - second * TILE_M, TILE_M);
+    tile.band = raw.w + second;
+    tile.column_tile = (static_cast<uint32_t>(raw.z) >> 16) + (tile.shares_b ? 0 : rank);
+    tile.column = tile.column_tile * TILE_N;
+    return tile;
+}
+
+struct QueueReader {
+    Ring<QUEUE> ring;
+
+    // A warp takes the next item; the slot may be reused once every reader has taken it.
+    __device__ __forceinline__ int4 take(Shared& shared, bool rearms) {
+        barrier_wait(&shared.item_full[ring.slot], ring.parity);
+        int4 raw;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+                     : "r"(shared_address(&shared.items[ring.slot]))
+                     : "memory");
+        if (rearms) barrier_expect(&shared.item_full[ring.slot], 16);
+        __syncwarp(__activemask());
+        if (rearms || threadIdx.x % 32 == 0) barrier_arrive_in_cta(&shared.item_empty[ring.slot], 0);
+        ring.advance();
+        return raw;
+    }
+};
+
+__device__ void schedule(Shared& shared, const int4* items, const int* num_items, int* claimed, int num_clusters) {
+    Ring<QUEUE> ring;
+    int count = *num_items;
+    while (true) {
+        int claim = atomicAdd(claimed, 1);
+        int4 item = claim < count ? __ldg(items + claim) : make_int4(-1, 0, 0, 0);
+        // Every cluster is refused once; the last one to be leaves the counter as it was found.
+        if (claim == count + num_clusters - 1) *claimed = 0;
+        barrier_wait(&shared.item_empty[ring.slot], ring.parity ^ 1);
+        send_16(&shared.items[ring.slot], item, &shared.item_full[ring.slot], 0);
+        send_16(&shared.items[ring.slot], item, &shared.item_full[ring.slot], 1);
+        ring.advance();
+        if (claim >= count) return;
+    }
+}
+
+template <int B_TRANSPOSED>
+__device__ void load(Shared& shared, uint8_t* stages, const CUtensorMap* a_map, const CUtensorMap* b_maps,
+                     int num_blocks, uint32_t rank) {
+    QueueReader queue;
+    Ring<STAGES> ring;
+    int mapped = -1;
+    while (true) {
+        Tile tile = tile_of(queue.take(shared, true), rank);
+        if (tile.is_last) return;
+        const CUtensorMap* b_map = b_maps + tile.expert;
+        if (tile.expert != mapped) {
+            acquire_map(b_map);
+            mapped = tile.expert;
+        }
+        for (int block = 0; block < num_blocks; block++) {
+            barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+            uint64_t* full = &shared.full[ring.slot];
+            uint8_t *a = stages + ring.slot * STAGE_BYTES, *b = a + A_BYTES;
+            int k = block * TILE_K;
+            barrier_expect(full, STAGE_BYTES);
+            if (tile.shares_b) {
+                load_box(a, a_map, full, k, tile.row);
+                load_box(a + A_BYTES / 2, a_map, full, k, tile.row + TILE_M / 2);
+                b += rank * (B_BYTES / 2);
+                int column = tile.column + rank * (TILE_N / 2);
+                if constexpr (B_TRANSPOSED) {
+                    load_box_to_both(b, b_map, full, column, k);
+                    load_box_to_both(b + B_BYTES / 4, b_map, full, column + 64, k);
+                } else {
+                    load_box_to_both(b, b_map, full, k, column);
+                }
+            } else {
+                load_box_to_both(a + rank * (A_BYTES / 2), a_map, full, k, tile.row + rank * (TILE_M / 2));
+                if constexpr (B_TRANSPOSED) {
+                    for (int i = 0; i < 4; i++) load_box(b + i * (B_BYTES / 4), b_map, full, tile.column + i * 64, k);
+                } else {
+                    load_box(b, b_map, full, k, tile.column);
+                    load_box(b + B_BYTES / 2, b_map, full, k, tile.column + TILE_N / 2);
+                }
+            }
+            ring.advance();
+        }
+    }
+}
+
+// The shared-memory descriptor of an operand whose rows of 128 bytes are swizzled; offsets in units of 16 bytes.
+__device__ __forceinline__ uint64_t descriptor(const void* operand, uint64_t leading, uint64_t stride) {
+    return (shared_address(operand) & 0x3ffff) >> 4 | leading << 16 | stride << 32 | uint64_t{1} << 62;
+}
+
+// A 4 x 4 transposition within each four lanes: lane q ends with column q.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4], int q) {
+    bool odd = q & 1, high = q & 2;
+    uint32_t got = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1);
+    (odd ? v[0] : v[1]) = got;
+    got = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
+    (odd ? v[2] : v[3]) = got;
+    got = __shfl_xor_sync(~0u, high ? v[0] : v[2], 2);
+    (high ? v[0] : v[2]) = got;
+    got = __shfl_xor_sync(~0u, high ? v[1] : v[3], 2);
+    (high ? v[1] : v[3]) = got;
+}
+
+// Writes a warpgroup's 64 x 256 sums, 16 bytes a store.
+template <typename T>
+__device__ __forceinline__ void store(const float (&sums)[128], T* c, int row, int rows, int column, int n) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32, q = lane % 4;
+    int in_tile = warp * 16 + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        bool inside = in_tile + half * 8 < rows;
+        T* line = c + static_cast<size_t>(row + in_tile + half * 8) * n;
+#pragma unroll
+        for (int group = 0; group < 8; group++) {
+            uint32_t v[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int at = (group * 4 + j) * 4 + half * 2;
+                v[j] = pack(sums[at], sums[at + 1], T{});
+            }
+            transpose_in_quad(v, q);
+            int at = column + group * 32 + q * 8;
+            if (inside && at < n) *reinterpret_cast<uint4*>(line + at) = make_uint4(v[0], v[1], v[2], v[3]);
+        }
+    }
+}
+
+template <typename T, int B_TRANSPOSED>
+__device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int num_blocks, uint32_t* signals,
+                         uint32_t epoch, int group, uint32_t rank) {
+    constexpr uint64_t B_LEADING = B_TRANSPOSED ? B_BYTES / 4 / 16 : 1, B_STEP = B_TRANSPOSED ? 128 : 2;
+    QueueReader queue;
+    Ring<STAGES> ring;
+    int lane = threadIdx.x % 32, column_tiles = (n + TILE_N - 1) / TILE_N;
+    float sums[128];
+    auto release = [&](int slot) {
+        if (lane < 2) barrier_arrive_in_cta(&shared.empty[slot], lane);
+    };
+    while (true) {
+        Tile tile = tile_of(queue.take(shared, false), rank);
+        if (tile.is_last) return;
+        int row = tile.row + group * 64, rows = tile.rows - group * 64;
+        if (rows > 0 && tile.column < n) {
+            int last = 0;
+            for (int block = 0; block < num_blocks; block++) {
+                barrier_wait(&shared.full[ring.slot], ring.parity);
+                const uint8_t* stage = stages + ring.slot * STAGE_BYTES;
+                uint64_t a = descriptor(stage + group * (A_BYTES / 2), 1, 64);
+                uint64_t b = descriptor(stage + A_BYTES, B_LEADING, 64);
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < TILE_K / 16; step++)
+                    wgmma_256<T, B_TRANSPOSED>(sums, a + step * 2, b + step * B_STEP, (block | step) != 0);
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (block > 0) release(last);
+                last = ring.slot;
+                ring.advance();
+            }
+            wgmma_wait<0>();
+            release(last);
+            store(sums, c, row, rows, tile.column, n);
+        } else {
+            for (int block = 0; block < num_blocks; block++) {
+                barrier_wait(&shared.full[ring.slot], ring.parity);
+                release(ring.slot);
+                ring.advance();
+            }
+        }
+        if (signals != nullptr && tile.column < n) {
+            named_barrier(1 + group, WARPGROUP);
+            if (threadIdx.x % WARPGROUP == 0)
+                publish(signals + (static_cast<size_t>(tile.band) * column_tiles + tile.column_tile) * 2 + group, epoch);
+        }
+    }
+}
+
+template <typename T, int B_TRANSPOSED>
+__global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
+    expert_gemm(const __grid_constant__ CUtensorMap a_map, const CUtensorMap* b_maps, T* c, const int4* items,
+                const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, int n, int k) {
+    extern __shared__ uint8_t dynamic[];
+    __shared__ Shared shared;
+    uint8_t* stages = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(dynamic) + 1023) & ~uintptr_t{1023});
+    uint32_t rank = cluster_rank();
+    int group = threadIdx.x / WARPGROUP, num_blocks = (k + TILE_K - 1) / TILE_K;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(&shared.full[i], 1);
+            barrier_init(&shared.empty[i], 2 * 8);  // the math warps of both CTAs
+        }
+        for (int i = 0; i < QUEUE; i++) {
+            barrier_init(&shared.item_full[i], 1);
+            barrier_init(&shared.item_empty[i], QUEUE_READERS);
+        }
+        barrier_init_fence();
+        for (int i = 0; i < QUEUE; i++) barrier_expect(&shared.item_full[i], 16);
+    }
+    cluster_sync();
+
+    if (group == 0) {
+        give_registers<40>();
+        if (threadIdx.x == 0) load<B_TRANSPOSED>(shared, stages, &a_map, b_maps, num_blocks, rank);
+        if (threadIdx.x == 32 && rank == 0) schedule(shared, items, num_items, claimed, gridDim.x / 2);
+        __syncwarp();
+    } else {
+        take_registers<232>();
+        multiply<T, B_TRANSPOSED>(shared, stages, c, n, num_blocks, signals, signals ? *epoch : 0, group - 1, rank);
+    }
+    cluster_sync();  // no CTA leaves while the other may still write to its shared memory
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+EncodeTiled encode_tiled() {
+    static EncodeTiled function = [] {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+        return reinterpret_cast<EncodeTiled>(found);
+    }();
+    return function;
+}
+
+// A row-major [rows, columns] matrix, read in boxes of box_rows x 64 columns.
+int encode(CUtensorMap* map, const void* matrix, uint64_t rows, uint64_t columns, uint32_t box_rows, int is_half) {
+    if (encode_tiled() == nullptr) return cudaErrorNotSupported;
+    cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * 2};
+    cuuint32_t box[2] = {64, box_rows}, steps[2] = {1, 1};
+    return encode_tiled()(map, is_half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+                          const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+template <typename T, int B_TRANSPOSED>
+int launch(const TileOverlapGemm& gemm, cudaStream_t stream) {
+    CUtensorMap a_map;
+    if (int error = encode(&a_map, gemm.a, gemm.num_rows, gemm.k, TILE_M / 2, gemm.is_half)) return error;
+    auto kernel = expert_gemm<T, B_TRANSPOSED>;
+    static cudaError_t prepared =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+    if (prepared) return prepared;
+    kernel<<<gemm.num_sms / 2 * 2, THREADS, SHARED_BYTES, stream>>>(
+        a_map, static_cast<const CUtensorMap*>(gemm.b_maps), static_cast<T*>(gemm.c),
+        reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals, gemm.epoch, gemm.n,
+        gemm.k);
+    return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace tileoverlap
+
+extern "C" int tileoverlap_encode_weights(void* maps, const void* const* weights, int count, int64_t rows,
+                                          int64_t columns, int is_half, int b_is_transposed) {
+    // As columns of B come 128 at a time, or 64 where they are contiguous.
+    for (int i = 0; i < count; i++) {
+        int error = tileoverlap::encode(static_cast<CUtensorMap*>(maps) + i, weights[i], rows, columns,
+                                        b_is_transposed ? 64 : 128, is_half);
+        if (error) return error;
+    }
+    return 0;
+}
+
+extern "C" int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, cudaStream_t stream) {
+    using namespace tileoverlap;
+    if (gemm->num_rows == 0) return 0;
+    if (gemm->is_half)
+        return gemm->b_is_transposed ? launch<__half, 1>(*gemm, stream) : launch<__half, 0>(*gemm, stream);
+    return gemm->b_is_transposed ? launch<__nv_bfloat16, 1>(*gemm, stream) : launch<__nv_bfloat16, 0>(*gemm, stream);
+}

@@ -1,0 +1,38 @@
+// Grouped GEMM over a rank's experts: C[rows of e] = A[rows of e] B_e^T for every expert e, in one persistent kernel.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+extern "C" {
+
+// One piece of work for a cluster of two CTAs.
+struct TileOverlapItem {
+    int row;               // first row
+    int rows;              // rows of the expert from there on, 1 to 256
+    uint16_t expert;       // whose B
+    uint16_t column_tile;  // first column / 256
+    int band;              // index of the first row's band in the ready signals
+};
+
+struct TileOverlapGemm {
+    const void* a;           // [num_rows, k], contiguous
+    const void* b_maps;      // [experts] CUtensorMap in device memory, made by tileoverlap_encode_weights
+    void* c;                 // [num_rows, n], contiguous
+    const TileOverlapItem* items;
+    const int* num_items;    // on the device
+    int* claimed;            // on the device; 0 before and after every call
+    uint32_t* signals;       // [bands, ceil(n / 256), 2] on the device, or null
+    const uint32_t* epoch;   // on the device; the value that a finished half tile writes to its signal
+    int num_rows, n, k;
+    int is_half;             // 0: bfloat16, 1: float16
+    int b_is_transposed;     // 0: B_e is [n, k], 1: B_e is [k, n]
+    int num_sms;             // how many SMs it may take
+};
+
+// Encodes the tensor map of each expert's weight [rows, columns], contiguous, into host memory.
+int tileoverlap_encode_weights(void* maps, const void* const* weights, int count, int64_t rows, int64_t columns,
+                               int is_half, int b_is_transposed);
+// Enqueues the GEMM. Both return a CUresult / cudaError_t, 0 for success.
+int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, cudaStream_t stream);
+}
