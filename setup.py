@@ -1,10 +1,17 @@
 """Installs ``ds_tileoverlap``; the tested version ranges come from ``ds_tileoverlap/versions.py``."""
 
+import os
 import runpy
 
 from setuptools import setup
 
 versions = runpy.run_path("ds_tileoverlap/versions.py")
+ahead_of_time = {}
+if os.environ.get("DS_BUILD_TILEOVERLAP") == "1":
+    from torch.utils.cpp_extension import BuildExtension
+
+    builder = runpy.run_path("op_builder/tileoverlap.py")["TileOverlapBuilder"]()
+    ahead_of_time = dict(ext_modules=[builder.builder()], cmdclass={"build_ext": BuildExtension})
 
 setup(
     name="ds_tileoverlap",
@@ -15,6 +22,7 @@ setup(
     license="Apache-2.0",
     packages=["ds_tileoverlap", "ds_tileoverlap.op_builder"],
     package_dir={"ds_tileoverlap.op_builder": "op_builder"},
+    package_data={"ds_tileoverlap": ["csrc/*"]},
     python_requires=f">={versions['TESTED']['python'][0]}",
     install_requires=[versions["requirement"](name) for name in ("torch", "triton", "deepspeed")],
     extras_require={
@@ -22,4 +30,5 @@ setup(
         "test": ["matplotlib", "tqdm", "ninja", "pytest>=8", "pyyaml", "ruff==0.17.6"],
         "benchmark": ["pyyaml", "transformers>=5.12,<5.23"],
     },
+    **ahead_of_time,
 )

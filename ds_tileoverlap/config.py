@@ -26,7 +26,7 @@ class TileOverlapConfig(DeepSpeedConfigModel):
 
     backend: Literal["auto", "overlap", "sequential", "reference"] = Field(
         "auto",
-        description="'auto', 'sequential' or 'reference' ('overlap', the tile-signalled kernels, comes later)",
+        description="'auto', 'overlap', 'sequential' or 'reference'",
     )
     """How exchanges and expert GEMMs run. ``auto`` picks the fastest that the whole expert-parallel group can run."""
 
@@ -64,14 +64,12 @@ def _conflicts(block: dict[str, Any], faulty: set[str]) -> list[str]:
     """Faults of options that are each valid but do not go together."""
     lines = []
     backend = block.get("backend", "auto")
-    if backend == "overlap":
-        lines.append(f"{BLOCK}.backend: got 'overlap', expected {_expected('backend')}")
     if backend in ("sequential", "reference"):
         for name in OVERLAP_OPTIONS:
             if name in block and name not in faulty:
                 lines.append(
                     f"{BLOCK}.{name}: got {block[name]!r} together with backend {backend!r}, "
-                    "expected backend 'auto' (only the overlap backend reads this option)"
+                    "expected backend 'auto' or 'overlap' (only the overlap backend reads this option)"
                 )
     return lines
 

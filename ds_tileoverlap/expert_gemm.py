@@ -67,20 +67,26 @@ def grouped_mm_runs(rows: torch.Tensor, other: torch.Tensor) -> bool:
     return all(t.data_ptr() % 16 == 0 and all(s == 1 or s % 8 == 0 for s in t.stride()) for t in (rows, other))
 
 
-def mlp_forward(
+def mlp_hidden(
     rows: torch.Tensor, row_weights: torch.Tensor, weights: ExpertWeights, plan: Plan
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Expert outputs scaled by the router weight of their row: [R, H] -> [R, H], and the pre-activations."""
+    """Hidden rows scaled by the router weight of their row: [R, H] -> [R, I], and the pre-activations."""
     form = weights.layout.form
     pre_activations = [project(rows, stack, plan) for stack in weights.inputs]
     gate, up = weights.split(pre_activations, 1)
     for name, part in ((form.gate, gate), (form.up, up)):
         if name in weights.biases:
             add_expert_bias_(part, weights.biases[name], plan)
-    output = project(weighted_hidden(gate, up, row_weights, form.act), weights.down, plan)
+    return weighted_hidden(gate, up, row_weights, form.act), pre_activations
+
+
+def mlp_output(hidden: torch.Tensor, row_weights: torch.Tensor, weights: ExpertWeights, plan: Plan) -> torch.Tensor:
+    """Expert outputs scaled by the router weight of their row, from hidden rows that are: [R, I] -> [R, H]."""
+    form = weights.layout.form
+    output = project(hidden, weights.down, plan)
     if form.down in weights.biases:
         add_expert_bias_(output, weights.biases[form.down], plan, row_weights)
-    return output, pre_activations
+    return output
 
 
 def mlp_backward_rows(
@@ -91,7 +97,7 @@ def mlp_backward_rows(
     plan: Plan,
     keep_hidden: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
-    """What :func:`mlp_forward`'s backward returns to the owners of the rows.
+    """What :func:`mlp_hidden` and :func:`mlp_output` give back to the owners of the rows.
 
     Args:
         grad: [R, H] gradient of the outputs.
@@ -162,7 +168,7 @@ def input_grads(
 def mlp_by_expert(
     rows: torch.Tensor, row_weights: torch.Tensor, form: ExpertForm, plan: Plan, parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """:func:`mlp_forward` in plain differentiable PyTorch, expert by expert: its reference, and its double backward."""
+    """The experts' MLPs in plain differentiable PyTorch, one by one: the reference, and the double backward."""
     by_slot = dict(zip(form.slots, split_slots(form, parameters)))
 
     def linear(x, name, expert):

@@ -10,19 +10,17 @@ from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
-from deepspeed.utils import groups
+from deepspeed.utils import groups, logger
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from . import reference, sequential
+from . import overlap, reference, sequential
 from .config import TileOverlapConfig
 from .exchange import Peers, peers_of
-from .layout import layout
+from .layout import Plan, layout
 from .local_experts import LocalExperts
 from .route import Routes, route
 from .stages import Stages
-
-_BACKENDS = {"auto": sequential, "sequential": sequential, "reference": reference}
 
 
 class MoE(deepspeed_layer.MoE):
@@ -89,6 +87,7 @@ class TileMOELayer(MOELayer):
         experts = run.experts(self.experts.deepspeed_experts)
         peers = run.peers(self.ep_group, x.device)
         _check_dtype(x, experts, run.name)
+        can_overlap = run.can_overlap(x, experts, peers, self.ep_size * self.num_local_experts)
 
         stages = Stages(self)
         with stages("moe"):
@@ -97,8 +96,8 @@ class TileMOELayer(MOELayer):
             self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
             x, routes, num_tokens = _own_share(x, routes)
             with stages("layout"):
-                plan = layout(routes, self.ep_size * self.num_local_experts, peers)
-            output = run.backend.routed_experts(x, routes.weights, experts, plan, stages)
+                plan = layout(routes, self.ep_size * self.num_local_experts, peers, can_overlap)
+            output = run.routed_experts(x, routes, experts, plan, stages)
             output = _all_shares(output, num_tokens)
         return output.reshape(hidden_states.shape)
 
@@ -123,7 +122,6 @@ class LayerRuntime:
     Attributes:
         config: the options of the ``tile_overlap`` block.
         name: the layer's name in the model.
-        backend: the module whose ``routed_experts`` runs the stages from dispatch to combine.
     """
 
     def __init__(self, config: TileOverlapConfig, name: str):
@@ -131,10 +129,7 @@ class LayerRuntime:
         self.name = name
         self._experts: LocalExperts | None = None
         self._peers: Peers | None = None
-
-    @property
-    def backend(self):
-        return _BACKENDS[self.config.backend]
+        self._said: set[str] = set()
 
     def experts(self, modules: nn.ModuleList) -> LocalExperts:
         """The local experts, looked at again where any of them changed."""
@@ -146,6 +141,30 @@ class LayerRuntime:
         if self._peers is None or self._peers.group is not group:
             self._peers = peers_of(group, device, self.config.timeout_s, self.name)
         return self._peers
+
+    def can_overlap(self, x: torch.Tensor, experts: LocalExperts, peers: Peers, num_experts: int) -> bool:
+        """Whether this rank can run the overlap backend now. What all of them do is decided by the exchanged counts."""
+        if self.config.backend not in ("auto", "overlap"):
+            return False
+        group = overlap.group_of(peers, x.device)
+        if group.op is None:
+            return False
+        reason = overlap.refusal(experts, sequential.compute_dtype(x), num_experts, group.op)
+        if reason and reason not in self._said:
+            self._said.add(reason)
+            logger.info(f"tile_overlap: MoE layer '{self.name}' is sequential instead of overlap, as {reason}")
+        return reason is None
+
+    def routed_experts(
+        self, x: torch.Tensor, routes: Routes, experts: LocalExperts, plan: Plan, stages: Stages
+    ) -> torch.Tensor:
+        """The stages from dispatch to combine, on the backend that the whole group can run."""
+        if self.config.backend == "reference":
+            return reference.routed_experts(x, routes.weights, experts, plan, stages)
+        if plan.all_can_overlap:
+            group = overlap.group_of(plan.peers, x.device)
+            return overlap.routed_experts(x, routes.weights, routes.experts, experts, plan, stages, group, self.config)
+        return sequential.routed_experts(x, routes.weights, experts, plan, stages)
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
         return LayerRuntime(self.config, self.name)

@@ -2,7 +2,8 @@
 
 Letters: T tokens of this rank, k = top_k, W ranks, E experts, E_local = E / W experts of a rank.
 A token travels once to every rank that holds any of its experts: S rows sent, U rows received.
-R expert rows: one for each (received row, choice) pair of this rank's experts, grouped by expert.
+R expert rows: one for each (received row, choice) pair of this rank's experts, grouped by expert and within it by the
+token's owner: the next ranks first, this rank last, because what has to travel should be computed first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from .exchange import HostCopy, Peers, all_gather_counts, all_to_all_rows
@@ -26,7 +28,9 @@ class Plan:
 
     Attributes:
         peers: the expert-parallel group.
-        counts: [W, E + W] int32 on the host; row r holds rank r's routes to each expert, then its rows for each rank.
+        counts: [W, E + W + 1] int32 on the host; row r holds rank r's routes to each expert, its rows for each rank,
+            and 1 where it cannot overlap this layer, otherwise 0.
+        device_counts: the same on the device.
         sent_tokens: [S] int32, the token in each sent row.
         choice_slots: [T, k] int32, the sent row that carries a choice, -1 for a dropped route.
         token_slots: [T, k] int32, ``choice_slots`` with every sent row named once a token and -1 elsewhere.
@@ -40,6 +44,7 @@ class Plan:
 
     peers: Peers
     counts: torch.Tensor
+    device_counts: torch.Tensor
     sent_tokens: torch.Tensor
     choice_slots: torch.Tensor
     token_slots: torch.Tensor
@@ -52,22 +57,35 @@ class Plan:
     def top_k(self) -> int:
         return self.choice_slots.shape[1]
 
+    @property
+    def num_experts(self) -> int:
+        return self.counts.shape[1] - self.peers.size - 1
+
+    @cached_property
+    def routes(self) -> np.ndarray:
+        """[W, W, E_local] int32: how many routes go from a rank to each expert of a rank."""
+        size = self.peers.size
+        return self.counts.numpy()[:, : self.num_experts].reshape(size, size, self.num_experts // size)
+
     @cached_property
     def send_splits(self) -> list[int]:
         """Rows sent to each rank."""
-        return self.counts.numpy()[self.peers.rank, -self.peers.size :].tolist()
+        return self.counts.numpy()[self.peers.rank, self.num_experts : -1].tolist()
 
     @cached_property
     def recv_splits(self) -> list[int]:
         """Rows received from each rank."""
-        return self.counts.numpy()[:, self.peers.rank - self.peers.size].tolist()
+        return self.counts.numpy()[:, self.num_experts + self.peers.rank].tolist()
+
+    @cached_property
+    def all_can_overlap(self) -> bool:
+        """Whether every rank of the group said so; the same answer on each of them."""
+        return not self.counts.numpy()[:, -1].any()
 
     @cached_property
     def expert_counts(self) -> list[int]:
         """Rows of each local expert."""
-        counts, size = self.counts.numpy(), self.peers.size
-        num_local = (counts.shape[1] - size) // size
-        return counts[:, self.peers.rank * num_local : (self.peers.rank + 1) * num_local].sum(0).tolist()
+        return self.routes[:, self.peers.rank].sum(0).tolist()
 
     @cached_property
     def expert_starts(self) -> list[int]:
@@ -89,28 +107,32 @@ _TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name != "pe
 Plan.NUM_TENSORS = len(_TENSOR_FIELDS)
 
 
-def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
+def layout(routes: Routes, num_experts: int, peers: Peers, can_overlap: bool = False) -> Plan:
     """Builds the :class:`Plan` of one forward; the only place where the host waits for the device.
 
     Args:
         routes: the router's choices for this rank's T tokens.
         num_experts: E, over all ranks.
         peers: the expert-parallel group.
+        can_overlap: whether this rank could run the overlap backend; the others learn of it.
 
     Raises:
         PeerError: a rank did not take part in the exchange of counts or routes.
     """
     counted = count_routes(routes.experts, num_experts, peers.size)
-    host_counts = HostCopy(all_gather_counts(counted.counts, peers), peers)
+    if not can_overlap:
+        counted.counts[-1:] = 1
+    device_counts = all_gather_counts(counted.counts, peers)
+    host_counts = HostCopy(device_counts, peers)
     # Queued before the host waits: the device has work while the counts travel.
     sent_tokens, choice_slots, token_slots, sent_routes = place_tokens(
         routes.experts, routes.weights, counted, peers.size
     )
-    plan = Plan(peers, host_counts.wait(), None, choice_slots, token_slots, *[None] * 4)
+    plan = Plan(peers, host_counts.wait(), device_counts, None, choice_slots, token_slots, *[None] * 4)
     num_sent = sum(plan.send_splits)
     received = all_to_all_rows(sent_routes[:num_sent], plan.send_splits, plan.recv_splits, peers, "layout")
     choice_rows, row_sources, row_weights, row_offsets = place_rows(
-        received, num_experts // peers.size, sum(plan.expert_counts)
+        received, num_experts // peers.size, sum(plan.expert_counts), sum(plan.recv_splits[: peers.rank + 1])
     )
     return replace(
         plan,

@@ -7,6 +7,7 @@ from torch import nn
 
 from .expert_form import common_form, hooks_of
 from .expert_weights import WeightLayout, cast, find_layout, split_slots
+from .weight_maps import WeightMaps
 
 
 class LocalExperts:
@@ -15,11 +16,13 @@ class LocalExperts:
     Attributes:
         modules: the experts.
         form: the form that all of them share, or ``None`` where they must run as they are.
+        maps: the tables through which the overlap backend reads their weights.
     """
 
     def __init__(self, experts: nn.ModuleList):
         self.modules = experts
         self.form = common_form(experts)
+        self.maps = WeightMaps()
         modules = [module for expert in experts for module in expert.modules()]
         self._layouts: dict[torch.dtype, WeightLayout] = {}
         self._training = experts.training
@@ -45,6 +48,12 @@ class LocalExperts:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all experts, slot by slot of the form."""
         return [parameters[kind] for parameters, kind in self._slots]
+
+    def down_shape(self) -> tuple[int, int]:
+        """H and I of the down projection [H, I]."""
+        slot = self.form.slots.index((self.form.down, "weight"))
+        parameters, kind = self._slots[slot * len(self.modules)]
+        return tuple(parameters[kind].shape)
 
     def weight_layout(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> WeightLayout:
         """How the parameters, or their copies where ``dtype`` differs from theirs, lie in memory."""

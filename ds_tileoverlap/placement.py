@@ -21,7 +21,7 @@ class RouteCounts:
     """How many routes and rows this rank sends.
 
     Attributes:
-        counts: [E + W] int32: routes to each expert, then tokens that go to each rank.
+        counts: [E + W + 1] int32: routes to each expert, tokens that go to each rank, and a word for the caller, 0.
         block_visits: [blocks, W] int32: how many tokens of each block go to each rank (kernels only).
     """
 
@@ -34,16 +34,16 @@ def count_routes(experts: torch.Tensor, num_experts: int, num_ranks: int) -> Rou
 
     Args:
         experts: [T, k] int32 global expert ids, -1 for a dropped route. With 4 experts on 2 ranks
-            ``[[0, 3, 1], [2, -1, 3]]`` gives counts ``[1, 1, 1, 2, 1, 2]``.
+            ``[[0, 3, 1], [2, -1, 3]]`` gives counts ``[1, 1, 1, 2, 1, 2, 0]``.
     """
     num_tokens, top_k = experts.shape
     if not (kernels.use_triton(experts) and num_tokens):
         ranks = _ranks(experts, num_experts // num_ranks)
         visits = _one_hot(ranks, num_ranks).any(1)
-        counts = torch.cat([_one_hot(experts, num_experts).sum((0, 1)), visits.sum(0)])
+        counts = torch.cat([_one_hot(experts, num_experts).sum((0, 1)), visits.sum(0), experts.new_zeros(1)])
         return RouteCounts(counts.int(), None)
     tile, num_blocks = _token_tile(num_tokens, num_experts, num_ranks)
-    counts = experts.new_zeros(num_experts + num_ranks)
+    counts = experts.new_zeros(num_experts + num_ranks + 1)
     block_visits = experts.new_empty(num_blocks, num_ranks)
     _count_routes_kernel[(num_blocks,)](
         experts,
@@ -81,7 +81,7 @@ def place_tokens(
         ``[[0, -1, 1], [-1, 1, -1], [0, -1, 1]]``.
     """
     num_tokens, top_k = experts.shape
-    num_experts = counted.counts.numel() - num_ranks
+    num_experts = counted.counts.numel() - num_ranks - 1
     most_sent = min(top_k, num_ranks) * num_tokens
     sent_tokens, sent_routes = experts.new_empty(most_sent), experts.new_empty(most_sent, 2 * top_k)
     choice_slots, token_slots = torch.empty_like(experts), torch.empty_like(experts)
@@ -123,20 +123,22 @@ def place_tokens(
 
 
 def place_rows(
-    received: torch.Tensor, num_local_experts: int, num_rows: int
+    received: torch.Tensor, num_local_experts: int, num_rows: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gives each (received row, choice) of this rank's experts its expert row, grouped by expert in order of arrival.
+    """Gives each (received row, choice) of this rank's experts its expert row, grouped by expert and then by owner.
 
     Args:
-        received: [U, 2k] int32 routes as :func:`place_tokens` sends them.
+        received: [U, 2k] int32 routes as :func:`place_tokens` sends them, grouped by owner.
         num_rows: R, known from the exchanged counts.
+        first: the received row that comes first within each expert; those before it come last.
 
     Returns:
         choice_rows [U, k] int32 (-1 where the choice is another rank's), row_sources [R] int32 (the received row of
         each expert row), row_weights [R] float32, row_offsets [E_local + 1] int32.
 
         Local experts ``[[0, -1, 1], [0, -1, -1]]`` give choice rows ``[[0, -1, 2], [1, -1, -1]]``, row sources
-        ``[0, 1, 0]`` and offsets ``[0, 2, 3]``.
+        ``[0, 1, 0]`` and offsets ``[0, 2, 3]``; with ``first`` = 1 choice rows ``[[1, -1, 2], [0, -1, -1]]`` and row
+        sources ``[1, 0, 0]``.
     """
     num_received, top_k = received.shape[0], received.shape[1] // 2
     choice_rows = received.new_empty(num_received, top_k)
@@ -146,8 +148,8 @@ def place_rows(
         experts, weights = received[:, :top_k].flatten(), received[:, top_k:].contiguous().view(torch.float32).flatten()
         one_hot = _one_hot(experts, num_local_experts)
         row_offsets = F.pad(one_hot.sum(0).cumsum(0, dtype=torch.int32), (1, 0))
-        places = one_hot.cumsum(0) - 1 + row_offsets[:-1]
-        rows = torch.where(one_hot, places, -1).amax(1)
+        earlier = one_hot.roll(-first * top_k, 0).cumsum(0).roll(first * top_k, 0) - 1
+        rows = torch.where(one_hot, earlier + row_offsets[:-1], -1).amax(1)
         choice_rows.copy_(rows.view(num_received, top_k))
         taken = rows >= 0
         row_sources[rows[taken]] = taken.nonzero().squeeze(1).int() // top_k
@@ -159,7 +161,9 @@ def place_rows(
     block_starts = received.new_empty(num_blocks, num_local_experts)
     row_offsets = received.new_empty(num_local_experts + 1)
     sizes = dict(TOP_K=top_k, BLOCK=block, WIDTH=width)
-    _count_rows_kernel[(num_blocks,)](received, block_starts, num_received * top_k, num_local_experts, **sizes)
+    _count_rows_kernel[(num_blocks,)](
+        received, block_starts, num_received * top_k, first * top_k, num_local_experts, **sizes
+    )
     counts = _scan_blocks(block_starts)
     _place_rows_kernel[(num_blocks,)](
         received,
@@ -171,6 +175,7 @@ def place_rows(
         row_weights,
         row_offsets,
         num_received * top_k,
+        first * top_k,
         num_local_experts,
         **sizes,
     )
@@ -309,29 +314,36 @@ def _place_tokens_kernel(
 
 
 @triton.jit
+def _rotated(element, num_elements, first):
+    """The element that comes at a place when ``first`` comes at place 0."""
+    return tl.where(element < num_elements, (element + first) % num_elements, element)
+
+
+@triton.jit
 def _local_expert(received, element, num_elements, TOP_K: tl.constexpr):
     place = element // TOP_K * (2 * TOP_K) + element % TOP_K
     return tl.load(received + place, element < num_elements, other=-1)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit(do_not_specialize=["num_elements", "first"])
 def _count_rows_kernel(
     received,
     block_counts,
     num_elements,
+    first,
     num_experts,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    element = _rotated(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), num_elements, first)
     column = tl.arange(0, WIDTH)
     one_hot = _local_expert(received, element, num_elements, TOP_K)[:, None] == column[None, :]
     place = tl.program_id(0) * num_experts + column
     tl.store(block_counts + place, tl.sum(one_hot.to(tl.int32), 0), column < num_experts)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit(do_not_specialize=["num_elements", "first"])
 def _place_rows_kernel(
     received,
     received_weights,
@@ -342,19 +354,20 @@ def _place_rows_kernel(
     row_weights,
     row_offsets,
     num_elements,
+    first,
     num_experts,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    element = _rotated(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), num_elements, first)
     column = tl.arange(0, WIDTH)
     exists = column < num_experts
     one_hot = (_local_expert(received, element, num_elements, TOP_K)[:, None] == column[None, :]).to(tl.int32)
     count = tl.load(counts + column, exists, other=0)
     end = tl.cumsum(count, 0)
-    first = end - count + tl.load(block_starts + tl.program_id(0) * num_experts + column, exists, other=0)
-    row = tl.sum((first[None, :] + tl.cumsum(one_hot, 0)) * one_hot, 1) - 1
+    start = end - count + tl.load(block_starts + tl.program_id(0) * num_experts + column, exists, other=0)
+    row = tl.sum((start[None, :] + tl.cumsum(one_hot, 0)) * one_hot, 1) - 1
     place = element // TOP_K * (2 * TOP_K) + element % TOP_K
     weight = tl.load(received_weights + place + TOP_K, element < num_elements, other=0.0)
     tl.store(choice_rows + element, row, element < num_elements)

@@ -9,26 +9,53 @@ recomputed with the rows they index, so a row and its place never come from two 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .combine import return_rows, return_rows_and_scalars, return_scalars
 from .dispatch import send_scalars, send_tokens
-from .expert_gemm import down_grads, input_grads, mlp_backward_rows, mlp_by_expert, mlp_forward, run_modules
-from .expert_weights import expert_weights, split_slots
+from .expert_gemm import (
+    down_grads,
+    input_grads,
+    mlp_backward_rows,
+    mlp_by_expert,
+    mlp_hidden,
+    mlp_output,
+    run_modules,
+)
+from .expert_weights import ExpertWeights, expert_weights, split_slots
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
 from .stages import Stages
 
+# Hidden rows of this rank's experts -> sums of the outputs for this rank's tokens [T, H].
+OutputHome = Callable[[torch.Tensor, ExpertWeights, Plan, Stages], torch.Tensor]
+
+
+def output_home(hidden: torch.Tensor, weights: ExpertWeights, plan: Plan, stages: Stages) -> torch.Tensor:
+    """The down projection, and after it the return and the sum."""
+    with stages("expert_gemm"):
+        outputs = mlp_output(hidden, plan.row_weights, weights, plan)
+    with stages("combine"):
+        return return_rows(outputs, plan, "combine")
+
 
 def routed_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: LocalExperts, plan: Plan, stages: Stages
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: LocalExperts,
+    plan: Plan,
+    stages: Stages,
+    output_home: OutputHome = output_home,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts.
 
     Args:
         x: [T, H] tokens of this rank.
         weights: [T, k] float32 router weights, whose values came to the experts with the layout.
+        output_home: how the outputs of experts of a known form come home.
 
     Returns:
         [T, H], in the dtype that the experts compute in.
@@ -38,7 +65,7 @@ def routed_experts(
     if experts.form is not None:
         dtype, parameters = compute_dtype(x), experts.parameters()
         layout = experts.weight_layout(parameters, dtype)
-        return _apply(_RoutedMLP, x, weights, anchor, layout, plan, dtype, stages, *parameters)
+        return _apply(_RoutedMLP, x, weights, anchor, layout, plan, dtype, stages, output_home, *parameters)
     with stages("dispatch"):
         rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
     with stages("expert_gemm"):
@@ -66,18 +93,17 @@ class _RoutedMLP(torch.autograd.Function):
     The parameters follow the fixed inputs, slot by slot of the form. Every parameter that wants a gradient gets one.
     """
 
-    FIXED_INPUTS = 7
+    FIXED_INPUTS = 8
 
     @staticmethod
     @without_autocast
-    def forward(ctx, x, weights, anchor, layout, plan, dtype, stages, *parameters):
+    def forward(ctx, x, weights, anchor, layout, plan, dtype, stages, output_home, *parameters):
         with stages("dispatch"):
             rows = send_tokens(x, plan, "dispatch").to(dtype)
         with stages("expert_gemm"):
             stacks = expert_weights(layout, parameters, dtype)
-            outputs, pre_activations = mlp_forward(rows, plan.row_weights, stacks, plan)
-        with stages("combine"):
-            output = return_rows(outputs, plan, "combine")
+            hidden, pre_activations = mlp_hidden(rows, plan.row_weights, stacks, plan)
+        output = output_home(hidden, stacks, plan, stages)
         ctx.layout, ctx.plan, ctx.stages = layout, plan.without_tensors(), stages
         # Parameters are leaves that the graph keeps alive anyway; saving hundreds of them costs the host too much.
         ctx.parameters, ctx.state = parameters, _state(parameters)
@@ -121,7 +147,7 @@ class _RoutedMLP(torch.autograd.Function):
             found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted)
         nothing = [None] * len(plan.expert_counts)
         of_parameters = [g for slot in form.slots for g in (found[slot] if slot in wanted else nothing)]
-        return grad_x, grad_weights, None, None, None, None, None, *of_parameters
+        return grad_x, grad_weights, *[None] * (_RoutedMLP.FIXED_INPUTS - 2), *of_parameters
 
 
 def _state(parameters: tuple[torch.Tensor, ...]) -> tuple[int, int]:

@@ -42,8 +42,8 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def native(shape: Shape, device: torch.device, dtype: torch.dtype, ours: bool) -> MoE:
-    """DeepSpeed's layer, dropless, converted to ours if asked; equal values for equal ranks.
+def native(shape: Shape, device: torch.device, dtype: torch.dtype, backend: str | None) -> MoE:
+    """DeepSpeed's layer, dropless, converted to a backend of ours if asked; equal values for equal ranks.
 
     Expert parameters lie in one buffer in their order, which is where ZeRO-1 and -2 and the bf16 optimizer put them.
     There is no engine: ZeRO's gradient hooks also run in a plain ``backward`` (bucketing, at its end reduction), and
@@ -73,8 +73,8 @@ def native(shape: Shape, device: torch.device, dtype: torch.dtype, ours: bool) -
         parameter.group_name = layer.expert_group_name
     layer.deepspeed_moe.gate.wg.weight.data.copy_(router_weight(shape, device))
     layer.set_deepspeed_parallelism()
-    if ours:
-        ds_tileoverlap.configure(layer, {"tile_overlap": {"enabled": True, "backend": "sequential"}})
+    if backend:
+        ds_tileoverlap.configure(layer, {"tile_overlap": {"enabled": True, "backend": backend}})
     return layer
 
 

@@ -52,7 +52,9 @@ def main() -> int:
     parser.add_argument("--shapes", type=Path, required=True, help="YAML list of shapes")
     parser.add_argument("--out", type=Path, required=True, help="folder for one JSON record a shape")
     parser.add_argument("--only", help="comma-separated names of shapes")
-    parser.add_argument("--arms", default="stock,autoep,autoep_fused,ours", help="comma-separated; ours is always run")
+    parser.add_argument(
+        "--arms", default="stock,autoep,autoep_fused,sequential,ours", help="comma-separated; ours is always run"
+    )
     parser.add_argument("--samples", "--iters", type=int, default=12, help=f"bursts of {BURST} iterations of each arm")
     parser.add_argument("--limit", type=int, default=280, help="seconds for one shape, after which stacks are printed")
     parser.add_argument("--breakdown", action="store_true", help="also write a table of the kernels of ours")
@@ -88,7 +90,7 @@ def main() -> int:
 
 def run(shape: Shape, names: list[str], samples: int, device: torch.device, breakdown: Path | None = None) -> dict:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    source = native(shape, device, dtype, ours=False)
+    source = native(shape, device, dtype, None)
     arms, skipped = {}, {}
     if "stock" in names:
         arms["stock"] = source
@@ -101,7 +103,9 @@ def run(shape: Shape, names: list[str], samples: int, device: torch.device, brea
             skipped[name] = "its fused options need a GPU"
         else:
             arms[name] = autoep(shape, device, dtype, options, source)
-    arms["ours"] = native(shape, device, dtype, ours=True)
+    if "sequential" in names:
+        arms["sequential"] = native(shape, device, dtype, "sequential")
+    arms["ours"] = native(shape, device, dtype, "auto")
 
     generator = torch.Generator(device).manual_seed(100 + dist.get_rank())
     inputs = [

@@ -1,5 +1,4 @@
 """Builders of the compiled operators, in DeepSpeed's form; installed as ``ds_tileoverlap.op_builder``.
 
-Empty so far: the sequential backend is Python and Triton. It must neither import deepspeed nor define the name by which
-DeepSpeed recognises its own folder of builders.
+This file must neither import deepspeed nor define the name by which DeepSpeed recognises its own folder of builders.
 """

@@ -45,3 +45,11 @@ def four_ranks():
 @pytest.fixture(scope="session")
 def two_gpus():
     yield from _pool(2, "cuda")
+
+
+@pytest.fixture(scope="session")
+def op():
+    """The compiled operator."""
+    from ds_tileoverlap.op_builder.tileoverlap import TileOverlapBuilder
+
+    return TileOverlapBuilder().load()

@@ -52,10 +52,10 @@ def stock(expert=None, num_experts=E, ep_size=1, k=TOP_K, hidden=H, **options):
     )
 
 
-def ours(layer, backend="sequential"):
+def ours(layer, backend="sequential", **options):
     """A copy of a stock layer, converted."""
     layer = copy.deepcopy(layer)
-    configure(layer, {"tile_overlap": {"enabled": True, "backend": backend}})
+    configure(layer, {"tile_overlap": {"enabled": True, "backend": backend, **options}})
     return layer
 
 

@@ -85,8 +85,8 @@ def test_c01_unequal_tokens(two_gpus, lengths, k):
 def test_c03_weight_gradient_of_idle_experts(counts):
     hidden, intermediate, device = 2048, 768, torch.device("cuda")
     offsets = torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32)
-    host = torch.tensor([[*counts, 0]], dtype=torch.int32)
-    plan = layout.Plan(Peers(None, 0, (0,), 0.0, "test"), host, *[None] * 6, row_offsets=offsets)
+    host = torch.tensor([[*counts, 0, 0]], dtype=torch.int32)
+    plan = layout.Plan(Peers(None, 0, (0,), 0.0, "test"), host, *[None] * 7, row_offsets=offsets)
     for step in range(20):
         torch.manual_seed(step)
         grads = torch.randn(sum(counts), intermediate, device=device, dtype=torch.bfloat16)

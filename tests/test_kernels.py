@@ -53,16 +53,19 @@ def test_worked_examples(compare):
         counted = placement.count_routes(experts, 4, 2)
         sent_tokens, choice_slots, token_slots, sent = placement.place_tokens(experts, random(2, 3), counted, 2)
         choice_rows, row_sources, _, row_offsets = placement.place_rows(received, 2, 3)
+        rotated = placement.place_rows(received, 2, 3, first=1)
         rows = torch.tensor([[1.0], [2.0], [4.0]], device=DEVICE)
         sums = combine.sum_rows(rows, torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32, device=DEVICE))
         return [
-            (counted.counts, [1, 1, 1, 2, 1, 2]),
+            (counted.counts, [1, 1, 1, 2, 1, 2, 0]),
             (sent_tokens[:3], [0, 0, 1]),
             (choice_slots, [[0, 1, 0], [2, -1, 2]]),
             (token_slots, [[0, 1, -1], [2, -1, -1]]),
             (sent[:3, :3], [[0, -1, 1], [-1, 1, -1], [0, -1, 1]]),
             (choice_rows, [[0, -1, 2], [1, -1, -1]]),
             (row_sources, [0, 1, 0]),
+            (rotated[0], [[1, -1, 2], [0, -1, -1]]),
+            (rotated[1], [1, 0, 0]),
             (row_offsets, [0, 2, 3]),
             (sums, [[5.0], [2.0]]),
         ]
@@ -82,10 +85,10 @@ def test_placement_kernels(compare, num_tokens, k, num_experts, ranks):
     def run():
         counted = placement.count_routes(experts, num_experts, ranks)
         sent_tokens, choice_slots, token_slots, sent = placement.place_tokens(experts, weights, counted, ranks)
-        num_sent = int(counted.counts[num_experts:].sum())
+        num_sent = int(counted.counts[num_experts:-1].sum())
         # One receiver takes every row: its local experts are those of all ranks laid over each other.
         num_rows = int((sent[:num_sent, :k] >= 0).sum())
-        placed = placement.place_rows(sent[:num_sent], num_experts // ranks, num_rows)
+        placed = placement.place_rows(sent[:num_sent], num_experts // ranks, num_rows, first=num_sent // 3)
         return [counted.counts, sent_tokens[:num_sent], choice_slots, token_slots, sent[:num_sent], *placed]
 
     twin, kernel = compare(run)
@@ -174,8 +177,8 @@ def test_activation_kernels(compare, width, act, gated, dtype, rtol):
 
 def plan_of(counts):
     offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0, dtype=torch.int32)
-    host = torch.tensor([[*counts, 0]], dtype=torch.int32)
-    return layout.Plan(PEERS, host, *[None] * 6, row_offsets=offsets)
+    host = torch.tensor([[*counts, 0, 0]], dtype=torch.int32)
+    return layout.Plan(PEERS, host, *[None] * 7, row_offsets=offsets)
 
 
 @pytest.mark.parametrize("width", [1, 70, 2050])

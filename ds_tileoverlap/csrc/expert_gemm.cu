@@ -5,6 +5,7 @@
 //   scheduler   one thread of CTA 0: claims items and hands them to both CTAs through a queue
 //   loader      one thread a CTA: fills a ring of shared-memory stages
 //   2 x math    a warpgroup each for 64 rows: WGMMA, then registers -> global memory while the other one multiplies
+//   announcer   one warp a CTA: publishes the ready signals, so that no math warp waits for memory
 #include "expert_gemm.cuh"
 
 #include "ptx.cuh"
@@ -18,12 +19,13 @@ constexpr int STAGES = 4, QUEUE = 3;
 constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP;
 constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
-// Warps that read the queue: one loader and eight math warps in each CTA.
-constexpr int QUEUE_READERS = 2 * 9;
+// Warps that read the queue: the loader, the announcer and eight math warps in each CTA.
+constexpr int QUEUE_READERS = 2 * 10;
 
 struct Shared {
     uint64_t full[STAGES], empty[STAGES];
     uint64_t item_full[QUEUE], item_empty[QUEUE];
+    uint64_t stored[2][QUEUE];  // a warpgroup's part of the item in this place of the queue is in global memory
     int4 items[QUEUE];
 };
 
@@ -49,23 +51,16 @@ __device__ __forceinline__ Tile tile_of(int4 raw, uint32_t rank) {
     return tile;
 }
 
+// A warp's (or one thread's) place in the queue of items.
 struct QueueReader {
     Ring<QUEUE> ring;
 
-    // A warp takes the next item; the slot may be reused once every reader has taken it.
-    __device__ __forceinline__ int4 take(Shared& shared, bool rearms) {
+    __device__ __forceinline__ int4 read(Shared& shared) {
         barrier_wait(&shared.item_full[ring.slot], ring.parity);
-        int4 raw;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-                     : "r"(shared_address(&shared.items[ring.slot]))
-                     : "memory");
-        if (rearms) barrier_expect(&shared.item_full[ring.slot], 16);
-        __syncwarp(__activemask());
-        if (rearms || threadIdx.x % 32 == 0) barrier_arrive_in_cta(&shared.item_empty[ring.slot], 0);
-        ring.advance();
-        return raw;
+        return load_shared_16(&shared.items[ring.slot]);
     }
+    // The slot may be used again once every reader has said so; one thread of the warp calls this.
+    __device__ __forceinline__ void release(Shared& shared) { barrier_arrive_in_cta(&shared.item_empty[ring.slot], 0); }
 };
 
 __device__ void schedule(Shared& shared, const int4* items, const int* num_items, int* claimed, int num_clusters) {
@@ -91,8 +86,11 @@ __device__ void load(Shared& shared, uint8_t* stages, const CUtensorMap* a_map, 
     Ring<STAGES> ring;
     int mapped = -1;
     while (true) {
-        Tile tile = tile_of(queue.take(shared, true), rank);
+        Tile tile = tile_of(queue.read(shared), rank);
         if (tile.is_last) return;
+        barrier_expect(&shared.item_full[queue.ring.slot], 16);  // the next item in this slot
+        queue.release(shared);
+        queue.ring.advance();
         const CUtensorMap* b_map = b_maps + tile.expert;
         if (tile.expert != mapped) {
             acquire_map(b_map);
@@ -129,9 +127,11 @@ __device__ void load(Shared& shared, uint8_t* stages, const CUtensorMap* a_map, 
     }
 }
 
-// The shared-memory descriptor of an operand whose rows of 128 bytes are swizzled; offsets in units of 16 bytes.
-__device__ __forceinline__ uint64_t descriptor(const void* operand, uint64_t leading, uint64_t stride) {
-    return (shared_address(operand) & 0x3ffff) >> 4 | leading << 16 | stride << 32 | uint64_t{1} << 62;
+// The shared-memory descriptor of an operand whose rows of 128 bytes are swizzled, 8 rows to 1024 bytes. The address
+// and the offset to the next 64 columns of a transposed operand are in units of 16 bytes.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t next_columns) {
+    constexpr uint64_t SWIZZLED_128 = uint64_t{1} << 62, NEXT_8_ROWS = uint64_t{1024 / 16} << 32;
+    return SWIZZLED_128 | NEXT_8_ROWS | (next_columns << 16 | address);
 }
 
 // A 4 x 4 transposition within each four lanes: lane q ends with column q.
@@ -172,31 +172,35 @@ __device__ __forceinline__ void store(const float (&sums)[128], T* c, int row, i
 }
 
 template <typename T, int B_TRANSPOSED>
-__device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int num_blocks, uint32_t* signals,
-                         uint32_t epoch, int group, uint32_t rank) {
-    constexpr uint64_t B_LEADING = B_TRANSPOSED ? B_BYTES / 4 / 16 : 1, B_STEP = B_TRANSPOSED ? 128 : 2;
+__device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int num_blocks, int group,
+                         uint32_t rank) {
+    // Sixteen k further: 16 rows of a transposed B, otherwise 32 bytes along each row.
+    constexpr uint32_t A_STEP = 2, B_STEP = B_TRANSPOSED ? 16 * 128 / 16 : 2, B_NEXT = B_TRANSPOSED ? B_BYTES / 4 / 16 : 1;
+    uint32_t first_stage = (shared_address(stages) & 0x3ffff) / 16;  // within this CTA
+    uint32_t first_a = first_stage + group * (A_BYTES / 2 / 16), first_b = first_stage + A_BYTES / 16;
     QueueReader queue;
     Ring<STAGES> ring;
-    int lane = threadIdx.x % 32, column_tiles = (n + TILE_N - 1) / TILE_N;
+    int lane = threadIdx.x % 32;
     float sums[128];
     auto release = [&](int slot) {
         if (lane < 2) barrier_arrive_in_cta(&shared.empty[slot], lane);
     };
     while (true) {
-        Tile tile = tile_of(queue.take(shared, false), rank);
+        Tile tile = tile_of(queue.read(shared), rank);
         if (tile.is_last) return;
+        __syncwarp();
+        if (lane == 0) queue.release(shared);
         int row = tile.row + group * 64, rows = tile.rows - group * 64;
         if (rows > 0 && tile.column < n) {
             int last = 0;
             for (int block = 0; block < num_blocks; block++) {
                 barrier_wait(&shared.full[ring.slot], ring.parity);
-                const uint8_t* stage = stages + ring.slot * STAGE_BYTES;
-                uint64_t a = descriptor(stage + group * (A_BYTES / 2), 1, 64);
-                uint64_t b = descriptor(stage + A_BYTES, B_LEADING, 64);
+                uint32_t a = first_a + ring.slot * (STAGE_BYTES / 16), b = first_b + ring.slot * (STAGE_BYTES / 16);
                 wgmma_fence();
 #pragma unroll
                 for (int step = 0; step < TILE_K / 16; step++)
-                    wgmma_256<T, B_TRANSPOSED>(sums, a + step * 2, b + step * B_STEP, (block | step) != 0);
+                    wgmma_256<T, B_TRANSPOSED>(sums, descriptor(a + step * A_STEP, 1),
+                                               descriptor(b + step * B_STEP, B_NEXT), (block | step) != 0);
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (block > 0) release(last);
@@ -213,11 +217,26 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int
                 ring.advance();
             }
         }
-        if (signals != nullptr && tile.column < n) {
-            named_barrier(1 + group, WARPGROUP);
-            if (threadIdx.x % WARPGROUP == 0)
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&shared.stored[group][queue.ring.slot]);
+        queue.ring.advance();
+    }
+}
+
+// Keeps its place in the queue until both warpgroups have stored, so none of them is ever a whole queue ahead of it.
+__device__ void announce(Shared& shared, uint32_t* signals, uint32_t epoch, int n, uint32_t rank) {
+    QueueReader queue;
+    int column_tiles = (n + TILE_N - 1) / TILE_N;
+    while (true) {
+        Tile tile = tile_of(queue.read(shared), rank);
+        if (tile.is_last) return;
+        for (int group = 0; group < 2; group++) {
+            barrier_wait(&shared.stored[group][queue.ring.slot], queue.ring.parity);
+            if (signals != nullptr && tile.column < n)
                 publish(signals + (static_cast<size_t>(tile.band) * column_tiles + tile.column_tile) * 2 + group, epoch);
         }
+        queue.release(shared);
+        queue.ring.advance();
     }
 }
 
@@ -239,6 +258,7 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         for (int i = 0; i < QUEUE; i++) {
             barrier_init(&shared.item_full[i], 1);
             barrier_init(&shared.item_empty[i], QUEUE_READERS);
+            for (int group = 0; group < 2; group++) barrier_init(&shared.stored[group][i], 4);
         }
         barrier_init_fence();
         for (int i = 0; i < QUEUE; i++) barrier_expect(&shared.item_full[i], 16);
@@ -249,10 +269,11 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         give_registers<40>();
         if (threadIdx.x == 0) load<B_TRANSPOSED>(shared, stages, &a_map, b_maps, num_blocks, rank);
         if (threadIdx.x == 32 && rank == 0) schedule(shared, items, num_items, claimed, gridDim.x / 2);
+        if (threadIdx.x == 64) announce(shared, signals, signals ? *epoch : 0, n, rank);
         __syncwarp();
     } else {
         take_registers<232>();
-        multiply<T, B_TRANSPOSED>(shared, stages, c, n, num_blocks, signals, signals ? *epoch : 0, group - 1, rank);
+        multiply<T, B_TRANSPOSED>(shared, stages, c, n, num_blocks, group - 1, rank);
     }
     cluster_sync();  // no CTA leaves while the other may still write to its shared memory
 }

@@ -52,7 +52,7 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 }
 
 __device__ __forceinline__ void barrier_arrive_in_cta(uint64_t* barrier, uint32_t rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                      in_cta(shared_address(barrier), rank))
                  : "memory");
 }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
         "}\n" ::"r"(shared_address(barrier)),
         "r"(parity)
@@ -106,6 +106,15 @@ __device__ __forceinline__ void acquire_map(const CUtensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
 
+__device__ __forceinline__ int4 load_shared_16(const void* pointer) {
+    int4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(shared_address(pointer))
+                 : "memory");
+    return value;
+}
+
 // Sends 16 bytes to the shared memory of a CTA of the cluster and counts them at its barrier.
 __device__ __forceinline__ void send_16(void* to, int4 value, uint64_t* barrier, uint32_t rank) {
     asm volatile(
@@ -114,6 +123,31 @@ __device__ __forceinline__ void send_16(void* to, int4 value, uint64_t* barrier,
         "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(in_cta(shared_address(barrier), rank))
         : "memory");
 }
+
+// Plain runs of bytes, a multiple of 16, between global and shared memory.
+__device__ __forceinline__ void load_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+__device__ __forceinline__ void store_bulk(void* to, const void* from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last PENDING stores have read their source, or are complete.
+template <int PENDING>
+__device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+// Between ordinary accesses and those of the bulk copy engine to the same global memory.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // --- warpgroup matrix multiply --------------------------------------------------------------------------------------
 

@@ -1,19 +1,81 @@
-// How a finished tile is announced and awaited. A signal is a word that holds the epoch of its last use: it is never
-// reset, so nothing has to be cleared between uses, and an old signal is never taken for a new one.
+// How finished work is announced and awaited. A signal is a word that holds the epoch of its last use, or counts on
+// from use to use: it is never reset, so nothing has to be cleared, and an old signal is never taken for a new one.
+// Comparisons are by signed difference, so that the words may wrap.
 #pragma once
+#include <cuda_runtime.h>
+
 #include <cstdint>
+
+extern "C" {
+
+// What a wait that passed its deadline was waiting for; the first one on a device is kept.
+struct TileOverlapFailure {
+    int32_t kind;      // 0: none; otherwise a TileOverlapWait
+    int32_t peer;      // place in the group of the rank waited for
+    int32_t place;     // segment, band or item
+    uint32_t expected;
+    uint32_t seen;
+};
+
+enum TileOverlapWait { TILE_READY = 1, PEER_CONSUMED = 2, ROWS_ARRIVED = 3 };
+}
+
+#ifdef __CUDACC__
 
 namespace tileoverlap {
 
-// After all threads that wrote the data have met at a barrier, one of them publishes.
 __device__ __forceinline__ void publish(uint32_t* signal, uint32_t epoch) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(signal), "r"(epoch) : "memory");
 }
-
+__device__ __forceinline__ void publish_to_peer(uint32_t* signal, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(signal), "r"(value) : "memory");
+}
+__device__ __forceinline__ void add_to_peer(uint32_t* counter, uint32_t value) {
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
 __device__ __forceinline__ uint32_t read_signal(const uint32_t* signal) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(signal) : "memory");
     return value;
 }
+__device__ __forceinline__ uint32_t read_peer_signal(const uint32_t* signal) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(signal) : "memory");
+    return value;
+}
+// Whether a signal has come to a value or passed it.
+__device__ __forceinline__ bool reached(uint32_t seen, uint32_t expected) {
+    return static_cast<int32_t>(seen - expected) >= 0;
+}
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Polls until the condition holds for the calling thread or the limit passes; true where it holds.
+template <typename Condition>
+__device__ __forceinline__ bool wait_until(Condition holds, uint64_t limit_ns) {
+    if (holds()) return true;
+    uint64_t start = nanoseconds();
+    while (!holds()) {
+        if (nanoseconds() - start > limit_ns) return false;
+        __nanosleep(32);
+    }
+    return true;
+}
+
+__device__ inline void report(TileOverlapFailure* failure, TileOverlapWait kind, int peer, int place, uint32_t expected,
+                              uint32_t seen) {
+    if (atomicCAS_system(&failure->kind, 0, static_cast<int>(kind)) != 0) return;
+    failure->peer = peer;
+    failure->place = place;
+    failure->expected = expected;
+    failure->seen = seen;
+    __threadfence_system();
+}
 
 }  // namespace tileoverlap
+
+#endif

@@ -1,0 +1,281 @@
+// The schedule, by one CTA; the slots, by one CTA for every 256 tokens. schedule.py has both in plain PyTorch.
+#include "schedule.cuh"
+
+namespace tileoverlap {
+namespace {
+
+constexpr int THREADS = 1024, BAND = 128, PAIR = 2 * BAND, TILE_N = 256;
+// Pairs of bands that walk the columns together, so that their rows stay in the L2 cache.
+constexpr int PAIRS_AT_ONCE = 8;
+constexpr int MAX_RUNS = TILEOVERLAP_MAX_EXPERTS;
+
+// Replaces n values in shared memory by what stands before each of them, and returns the total. All threads call it.
+__device__ int scan(int* values, int n) {
+    __shared__ int warp_sums[THREADS / 32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, total = 0;
+    for (int first = 0; first < n; first += THREADS) {
+        int i = first + threadIdx.x, own = i < n ? values[i] : 0, sum = own;
+        for (int step = 1; step < 32; step *= 2) {
+            int before = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += before;
+        }
+        __syncthreads();
+        if (lane == 31) warp_sums[warp] = sum;
+        __syncthreads();
+        int before = total;
+        for (int w = 0; w < THREADS / 32; w++) {
+            if (w < warp) before += warp_sums[w];
+            total += warp_sums[w];
+        }
+        if (i < n) values[i] = before + sum - own;
+    }
+    __syncthreads();
+    return total;
+}
+
+// The last of n ascending values that is not above a given one.
+__device__ int last_not_above(const int* values, int n, int value) {
+    int low = 0, high = n - 1;
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (values[middle] <= value)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+// Rows of one expert that share tiles: all of them, or those of one owner.
+struct Runs {
+    int row[MAX_RUNS], rows[MAX_RUNS], remote[MAX_RUNS], band[MAX_RUNS];
+    int first_item[2 * MAX_RUNS];  // of the remote part of each run in order, then of the local parts
+    int order[MAX_RUNS];           // place in the schedule -> run
+    int expert_remote[MAX_RUNS], expert_row[MAX_RUNS];
+    int segments[MAX_RUNS], parts[MAX_RUNS];
+};
+
+struct PairRange {
+    int first, end;
+    bool has_single;  // the last one is a single band
+    __device__ int num_items(int column_tiles) const {
+        int pairs = end - first;
+        return has_single ? (pairs - 1) * column_tiles + (column_tiles + 1) / 2 : pairs * column_tiles;
+    }
+};
+
+__device__ PairRange pairs_of(int rows, int remote, bool of_remote) {
+    int all = (rows + PAIR - 1) / PAIR, touching = (remote + PAIR - 1) / PAIR;
+    bool single = all > 0 && rows - (all - 1) * PAIR <= BAND;
+    if (of_remote) return {0, touching, single && touching == all};
+    return {touching, all, single && touching < all};
+}
+
+__global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ TileOverlapSchedule args) {
+    extern __shared__ uint8_t dynamic[];
+    Runs& runs = *reinterpret_cast<Runs*>(dynamic);
+    int ranks = args.num_ranks, local = args.num_experts / ranks, first_expert = args.rank * local;
+    int per_expert = args.aligns_owners ? ranks : 1, num_runs = local * per_expert;
+    int column_tiles = (args.n + TILE_N - 1) / TILE_N;
+    auto count = [&](int rank, int expert) { return args.counts[rank * args.counts_stride + expert]; };
+    auto owner = [&](int i) { return (args.rank + 1 + i) % ranks; };  // this rank comes last
+
+    for (int e = threadIdx.x; e < local; e += THREADS) {
+        int remote = 0;
+        for (int i = 0; i + 1 < ranks; i++) remote += count(owner(i), first_expert + e);
+        runs.expert_remote[e] = remote;
+        runs.expert_row[e] = remote + count(args.rank, first_expert + e);
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < local; e += THREADS) {
+        // Experts with more remote rows first; equal ones by number.
+        int place = 0, remote = runs.expert_remote[e];
+        for (int other = 0; other < local; other++)
+            place += runs.expert_remote[other] > remote || (runs.expert_remote[other] == remote && other < e);
+        for (int i = 0; i < per_expert; i++) {
+            int r = e * per_expert + i;
+            runs.order[place * per_expert + i] = r;
+            runs.rows[r] = args.aligns_owners ? count(owner(i), first_expert + e) : runs.expert_row[e];
+            runs.remote[r] = args.aligns_owners ? (i + 1 < ranks ? runs.rows[r] : 0) : remote;
+            runs.row[r] = runs.rows[r];
+            runs.band[r] = (runs.rows[r] + BAND - 1) / BAND;
+        }
+    }
+    __syncthreads();
+    scan(runs.row, num_runs);
+    scan(runs.band, num_runs);
+    scan(runs.expert_row, local);
+
+    for (int i = threadIdx.x; i < 2 * num_runs; i += THREADS) {
+        int r = runs.order[i % num_runs];
+        runs.first_item[i] = pairs_of(runs.rows[r], runs.remote[r], i < num_runs).num_items(column_tiles);
+    }
+    __syncthreads();
+    int num_items = scan(runs.first_item, 2 * num_runs);
+    if (threadIdx.x == 0) *args.num_items = num_items;
+    for (int i = threadIdx.x; i < num_items; i += THREADS) {
+        int part = last_not_above(runs.first_item, 2 * num_runs, i), r = runs.order[part % num_runs];
+        PairRange range = pairs_of(runs.rows[r], runs.remote[r], part < num_runs);
+        int full = range.end - range.first - range.has_single, at = i - runs.first_item[part];
+        int pair, column_tile;
+        if (at < full * column_tiles) {
+            int group = at / (PAIRS_AT_ONCE * column_tiles), size = min(PAIRS_AT_ONCE, full - group * PAIRS_AT_ONCE);
+            at -= group * PAIRS_AT_ONCE * column_tiles;
+            pair = range.first + group * PAIRS_AT_ONCE + at % size;
+            column_tile = at / size;
+        } else {
+            pair = range.end - 1;
+            column_tile = 2 * (at - full * column_tiles);
+        }
+        args.items[i] = {runs.row[r] + pair * PAIR, min(runs.rows[r] - pair * PAIR, PAIR),
+                         static_cast<uint16_t>(r / per_expert), static_cast<uint16_t>(column_tile),
+                         runs.band[r] + pair * 2};
+    }
+
+    // Segments, for each expert in order and each remote owner.
+    int remotes = ranks - 1, num_sends = local * remotes;
+    struct Send {
+        int peer, peer_row, row, rows, bands, in_band, band, bands_each;
+    };
+    auto send_of = [&](int i) {
+        Send send;
+        int place = i / remotes, index = i % remotes;
+        int e = runs.order[place * per_expert] / per_expert;
+        send.peer = owner(index);
+        send.rows = count(send.peer, first_expert + e);
+        int before = 0;
+        for (int j = 0; j < index; j++) before += count(owner(j), first_expert + e);
+        send.row = runs.expert_row[e] + before;
+        int r = args.aligns_owners ? e * per_expert + index : e, offset = args.aligns_owners ? 0 : before;
+        send.band = runs.band[r] + offset / BAND;
+        send.in_band = offset % BAND;
+        send.bands = send.rows ? (send.in_band + send.rows + BAND - 1) / BAND : 0;
+        // One band at a time at both ends: the link starts early and little is left when the GEMM ends.
+        send.bands_each = place == 0 || place == local - 1 ? 1 : args.bands_per_segment;
+        send.peer_row = 0;
+        for (int other = 0; other < first_expert + e; other++)
+            if (other / local != send.peer) send.peer_row += count(send.peer, other);
+        return send;
+    };
+    auto rows_until = [](const Send& send, int band) { return min(max(band * BAND - send.in_band, 0), send.rows); };
+    auto parts_of = [&](int rows) {
+        return static_cast<int>((static_cast<size_t>(rows) * args.row_bytes + TILEOVERLAP_PART - 1) / TILEOVERLAP_PART);
+    };
+    for (int i = threadIdx.x; i < num_sends; i += THREADS) {
+        Send send = send_of(i);
+        int parts = 0, segments = (send.bands + send.bands_each - 1) / send.bands_each;
+        for (int s = 0; s < segments; s++)
+            parts += parts_of(rows_until(send, (s + 1) * send.bands_each) - rows_until(send, s * send.bands_each));
+        runs.segments[i] = segments;
+        runs.parts[i] = parts;
+    }
+    __syncthreads();
+    int num_segments = scan(runs.segments, num_sends), num_parts = scan(runs.parts, num_sends);
+    for (int i = threadIdx.x; i < num_sends; i += THREADS) {
+        Send send = send_of(i);
+        int parts = runs.parts[i], segments = (send.bands + send.bands_each - 1) / send.bands_each;
+        for (int s = 0; s < segments; s++) {
+            int first = rows_until(send, s * send.bands_each), end = rows_until(send, (s + 1) * send.bands_each);
+            args.segments[runs.segments[i] + s] = {send.row + first,      end - first,
+                                                   send.peer,             send.peer_row + first,
+                                                   send.band + s * send.bands_each,
+                                                   min(send.bands_each, send.bands - s * send.bands_each), parts, 0};
+            parts += parts_of(end - first);
+        }
+    }
+    if (threadIdx.x == 0) {
+        *args.num_segments = num_segments;
+        args.segments[num_segments] = {0, 0, 0, 0, 0, 0, num_parts, 0};
+    }
+
+    // Slots: this rank's routes to remote experts lie in its receive buffer one expert after the other.
+    __syncthreads();
+    int* bases = runs.first_item;
+    for (int e = threadIdx.x; e < args.num_experts; e += THREADS)
+        bases[e] = e / local == args.rank ? 0 : count(args.rank, e);
+    __syncthreads();
+    scan(bases, args.num_experts);
+    for (int e = threadIdx.x; e < args.num_experts; e += THREADS) {
+        int mine = e - first_expert;
+        args.slot_bases[e] =
+            e / local == args.rank ? -2 - (runs.expert_row[mine] + runs.expert_remote[mine]) : bases[e];
+    }
+}
+
+// For every 32 tokens and expert a word with the bits of the tokens that go there: ranks are counts of lower bits.
+__device__ void mark(const TileOverlapSlots& args, uint32_t* words) {
+    int groups = TILEOVERLAP_SLOT_TOKENS / 32;
+    for (int i = threadIdx.x; i < groups * args.num_experts; i += blockDim.x) words[i] = 0;
+    __syncthreads();
+    int token = blockIdx.x * TILEOVERLAP_SLOT_TOKENS + threadIdx.x;
+    for (int j = 0; token < args.num_tokens && j < args.num_choices; j++) {
+        int expert = args.experts[static_cast<size_t>(token) * args.num_choices + j];
+        if (expert >= 0) atomicOr(words + threadIdx.x / 32 * args.num_experts + expert, 1u << threadIdx.x % 32);
+    }
+    __syncthreads();
+}
+
+__global__ void __launch_bounds__(TILEOVERLAP_SLOT_TOKENS) count_slots(const __grid_constant__ TileOverlapSlots args) {
+    extern __shared__ uint32_t words[];
+    mark(args, words);
+    for (int e = threadIdx.x; e < args.num_experts; e += blockDim.x) {
+        int count = 0;
+        for (int group = 0; group < TILEOVERLAP_SLOT_TOKENS / 32; group++)
+            count += __popc(words[group * args.num_experts + e]);
+        args.block_counts[static_cast<size_t>(blockIdx.x) * args.num_experts + e] = count;
+    }
+}
+
+__global__ void __launch_bounds__(TILEOVERLAP_SLOT_TOKENS) place_slots(const __grid_constant__ TileOverlapSlots args) {
+    extern __shared__ uint32_t words[];
+    int groups = TILEOVERLAP_SLOT_TOKENS / 32;
+    int* before = reinterpret_cast<int*>(words + groups * args.num_experts);  // [groups, experts]
+    mark(args, words);
+    for (int e = threadIdx.x; e < args.num_experts; e += blockDim.x) {
+        int count = 0;
+        for (int block = 0; block < blockIdx.x; block++)
+            count += args.block_counts[static_cast<size_t>(block) * args.num_experts + e];
+        for (int group = 0; group < groups; group++) {
+            before[group * args.num_experts + e] = count;
+            count += __popc(words[group * args.num_experts + e]);
+        }
+    }
+    __syncthreads();
+    int token = blockIdx.x * TILEOVERLAP_SLOT_TOKENS + threadIdx.x;
+    for (int j = 0; token < args.num_tokens && j < args.num_choices; j++) {
+        size_t at = static_cast<size_t>(token) * args.num_choices + j;
+        int expert = args.experts[at], slot = -1;
+        if (expert >= 0) {
+            int word = threadIdx.x / 32 * args.num_experts + expert, base = args.slot_bases[expert];
+            int place = before[word] + __popc(words[word] & ((1u << threadIdx.x % 32) - 1));
+            slot = base < 0 ? base - place : base + place;
+        }
+        args.slots[at] = slot;
+    }
+}
+
+}  // namespace
+}  // namespace tileoverlap
+
+extern "C" int tileoverlap_schedule(const TileOverlapSchedule* arguments, cudaStream_t stream) {
+    using namespace tileoverlap;
+    if (arguments->num_experts > TILEOVERLAP_MAX_EXPERTS) return cudaErrorInvalidValue;
+    static cudaError_t prepared = cudaFuncSetAttribute(schedule, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Runs));
+    if (prepared) return prepared;
+    schedule<<<1, THREADS, sizeof(Runs), stream>>>(*arguments);
+    return cudaGetLastError();
+}
+
+extern "C" int tileoverlap_slots(const TileOverlapSlots* arguments, cudaStream_t stream) {
+    using namespace tileoverlap;
+    if (arguments->num_experts > TILEOVERLAP_MAX_EXPERTS) return cudaErrorInvalidValue;
+    if (arguments->num_tokens == 0) return 0;
+    int blocks = (arguments->num_tokens + TILEOVERLAP_SLOT_TOKENS - 1) / TILEOVERLAP_SLOT_TOKENS;
+    int bytes = TILEOVERLAP_SLOT_TOKENS / 32 * arguments->num_experts * 4;
+    static cudaError_t prepared = cudaFuncSetAttribute(place_slots, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       2 * TILEOVERLAP_SLOT_TOKENS / 32 * TILEOVERLAP_MAX_EXPERTS * 4);
+    if (prepared) return prepared;
+    count_slots<<<blocks, TILEOVERLAP_SLOT_TOKENS, bytes, stream>>>(*arguments);
+    place_slots<<<blocks, TILEOVERLAP_SLOT_TOKENS, 2 * bytes, stream>>>(*arguments);
+    return cudaGetLastError();
+}

@@ -1,0 +1,247 @@
+"""What the overlapped return needs beside the Plan: the order of GEMM tiles, the runs of rows that go home, the slots.
+
+Letters: W ranks, E experts, E_local = E / W, R expert rows, T tokens, k = top_k. A band is :data:`BAND` rows, the
+height of a GEMM tile; a column tile is :data:`TILE_N` columns. ``csrc/schedule.cu`` computes all of it on the device;
+the functions named ``plain_...`` are its twins.
+
+Source: arXiv 2607.19539, remote-first tile schedule and combine plan; rows here are packed, not padded to tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .layout import Plan
+
+BAND = 128
+TILE_N = 256
+# As csrc/schedule.cu: pairs of bands that walk the columns together; bytes that a communication CTA claims at once.
+PAIRS_AT_ONCE = 8
+PART_BYTES = 65536
+ITEM_WORDS, SEGMENT_WORDS = 4, 8
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Flat device arrays that the GEMM, the return and the sum read.
+
+    Attributes:
+        items: [.., 4] int32: first row, rows (1 to 256), expert | column tile << 16, band; in the order of computation.
+        num_items: [1] int32.
+        segments: [.., 8] int32: first row, rows, peer, row at the peer, first band, bands, parts before it, 0; one more
+            than there are, of which only the parts before it count.
+        num_segments: [1] int32.
+        slots: [T, k] int32, where a choice's row is summed from: v >= 0 is row v of the receive buffer, -1 is no row,
+            v < -1 is row -2 - v of this rank's own result.
+        num_bands: an upper limit, for the ready signals.
+    """
+
+    items: torch.Tensor
+    num_items: torch.Tensor
+    segments: torch.Tensor
+    num_segments: torch.Tensor
+    slots: torch.Tensor
+    num_bands: int
+
+
+def schedule(
+    op, plan: Plan, experts: torch.Tensor, n: int, row_bytes: int, aligns_owners: bool, bands_per_segment: int
+) -> Schedule:
+    """Computes the :class:`Schedule` of one forward on the device, without waiting for it.
+
+    Args:
+        op: the compiled operator.
+        plan: of this forward.
+        experts: [T, k] int32 routes, -1 where dropped.
+        n: columns of the GEMM's result.
+        row_bytes: of a returned row, a multiple of 16.
+        aligns_owners: whether each owner's rows start a tile of their own.
+        bands_per_segment: bands in one transfer, but one at both ends.
+    """
+    device, size = experts.device, plan.peers.size
+    routes = plan.routes[:, plan.peers.rank]
+    # Every run of rows with tiles of its own may end in a tile that is not full.
+    num_bands = int((-(-(routes if aligns_owners else routes.sum(0)) // BAND)).sum())
+    num_items = (num_bands + 1) * -(-n // TILE_N)
+    num_segments = int((routes // BAND + 2).sum())
+    blocks = -(-experts.shape[0] // op.SLOT_TOKENS)
+    sizes = (num_items * ITEM_WORDS, 4, num_segments * SEGMENT_WORDS, 4, plan.num_experts, blocks * plan.num_experts)
+    items, count, segments, num_sent, bases, scratch = torch.empty(
+        sum(-(-words // 4) * 4 for words in sizes), dtype=torch.int32, device=device
+    ).split([-(-words // 4) * 4 for words in sizes])
+    slots = torch.empty_like(experts)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    op.schedule(
+        counts=plan.device_counts.data_ptr(),
+        counts_stride=plan.device_counts.shape[1],
+        num_ranks=size,
+        rank=plan.peers.rank,
+        num_experts=plan.num_experts,
+        n=n,
+        row_bytes=row_bytes,
+        aligns_owners=aligns_owners,
+        bands_per_segment=bands_per_segment,
+        items=items.data_ptr(),
+        num_items=count.data_ptr(),
+        segments=segments.data_ptr(),
+        num_segments=num_sent.data_ptr(),
+        slot_bases=bases.data_ptr(),
+        stream=stream,
+    )
+    op.slots(
+        experts=experts.data_ptr(),
+        slot_bases=bases.data_ptr(),
+        block_counts=scratch.data_ptr(),
+        slots=slots.data_ptr(),
+        num_tokens=experts.shape[0],
+        num_choices=experts.shape[1],
+        num_experts=plan.num_experts,
+        stream=stream,
+    )
+    return Schedule(items, count, segments, num_sent, slots, num_bands)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows of one expert that share tiles; its first ``remote`` rows belong to other ranks."""
+
+    expert: int
+    row: int
+    rows: int
+    remote: int
+    band: int
+
+
+def _owners(rank: int, size: int) -> list[int]:
+    """The order of owners within an expert: the next ranks first, this rank last."""
+    return [(rank + 1 + i) % size for i in range(size)]
+
+
+def _runs(routes: np.ndarray, rank: int, aligns_owners: bool) -> list[list[_Run]]:
+    """For each expert its runs. Args: routes [W, E_local] from each rank to each expert of this rank."""
+    owners, row, band, runs = _owners(rank, len(routes)), 0, 0, []
+    for expert in range(routes.shape[1]):
+        by_owner = [(int(routes[owner, expert]), owner != rank) for owner in owners]
+        groups = [[part] for part in by_owner] if aligns_owners else [by_owner]
+        of_expert = []
+        for group in groups:
+            rows = sum(count for count, _ in group)
+            of_expert.append(_Run(expert, row, rows, sum(count for count, is_remote in group if is_remote), band))
+            row, band = row + rows, band - (-rows // BAND)
+        runs.append(of_expert)
+    return runs
+
+
+def _in_order(routes: np.ndarray, rank: int) -> list[int]:
+    """The experts, those with more remote rows first."""
+    remote = routes.sum(0) - routes[rank]
+    return sorted(range(len(remote)), key=lambda expert: -remote[expert])
+
+
+def plain_items(routes: np.ndarray, rank: int, n: int, aligns_owners: bool) -> list[tuple[int, int, int, int, int]]:
+    """(first row, rows, expert, column tile, band) of every item.
+
+    An item is a pair of bands at one column tile, or the last single band of a run at two. Items that touch remote rows
+    come first.
+
+    Args:
+        routes: [W, E_local] routes from each rank to each expert of this rank.
+
+    With 300 rows of one expert from rank 1 and 40 from rank 0, on rank 0 and 256 columns, the items are
+    ``(0, 256, 0, 0, 0)`` and ``(256, 84, 0, 0, 2)``: both touch remote rows.
+    """
+    runs = _runs(routes, rank, aligns_owners)
+    ordered = [run for expert in _in_order(routes, rank) for run in runs[expert]]
+    items = []
+    for of_remote in (True, False):
+        for run in ordered:
+            touching = -(-run.remote // (2 * BAND))
+            first, end = (0, touching) if of_remote else (touching, -(-run.rows // (2 * BAND)))
+            items += _items_of_pairs(run, first, end, -(-n // TILE_N))
+    return items
+
+
+def _items_of_pairs(run: _Run, first: int, end: int, column_tiles: int) -> Iterator[tuple[int, int, int, int, int]]:
+    def item(pair: int, column_tile: int):
+        start = pair * 2 * BAND
+        return (run.row + start, min(run.rows - start, 2 * BAND), run.expert, column_tile, run.band + 2 * pair)
+
+    single = end > first and run.rows - (end - 1) * 2 * BAND <= BAND
+    full = end - single
+    for group in range(first, full, PAIRS_AT_ONCE):
+        for column_tile in range(column_tiles):
+            for pair in range(group, min(group + PAIRS_AT_ONCE, full)):
+                yield item(pair, column_tile)
+    if single:
+        for column_tile in range(0, column_tiles, 2):
+            yield item(end - 1, column_tile)
+
+
+def plain_segments(
+    routes: np.ndarray, rank: int, row_bytes: int, aligns_owners: bool, bands_per_segment: int
+) -> list[tuple[int, ...]]:
+    """(first row, rows, peer, row at the peer, first band, bands, parts before it) of every segment, then the end mark.
+
+    Args:
+        routes: [W, W, E_local] routes from each rank to each expert of each rank.
+
+    With 300 rows of one expert from rank 1 and 40 from rank 0, on rank 0 and 4 bytes a row, the segments are
+    ``(0, 128, 1, 0, 0, 1, 0)``, ``(128, 128, 1, 128, 1, 1, 1)`` and ``(256, 44, 1, 256, 2, 1, 2)``, and the end mark is
+    ``(0, 0, 0, 0, 0, 0, 3)``.
+    """
+    mine = routes[:, rank]
+    runs, owners, order = _runs(mine, rank, aligns_owners), _owners(rank, len(routes)), _in_order(mine, rank)
+    segments, parts = [], 0
+    for place, expert in enumerate(order):
+        each = 1 if place in (0, len(order) - 1) else bands_per_segment
+        before = 0
+        for index, peer in enumerate(owners[:-1]):
+            rows = int(mine[peer, expert])
+            run = runs[expert][index if aligns_owners else 0]
+            offset = 0 if aligns_owners else before
+            row, band, in_band = runs[expert][0].row + before, run.band + offset // BAND, offset % BAND
+            elsewhere = np.delete(np.arange(len(routes)), peer)
+            earlier = routes[peer].copy()
+            earlier[rank, expert:], earlier[rank + 1 :] = 0, 0
+            peer_row = int(earlier[elsewhere].sum())
+            bands = -(-(in_band + rows) // BAND) if rows else 0
+            for first in range(0, bands, each):
+                start, end = (min(max(b * BAND - in_band, 0), rows) for b in (first, first + each))
+                segments.append(
+                    (row + start, end - start, peer, peer_row + start, band + first, min(each, bands - first), parts)
+                )
+                parts += -(-(end - start) * row_bytes // PART_BYTES)
+            before += rows
+    return [*segments, (0, 0, 0, 0, 0, 0, parts)]
+
+
+def plain_slots(experts: torch.Tensor, routes: np.ndarray, rank: int) -> torch.Tensor:
+    """Where each choice's row is summed from, as :attr:`Schedule.slots`.
+
+    Args:
+        experts: [T, k] int32 routes of this rank, -1 where dropped.
+        routes: [W, W, E_local] routes from each rank to each expert of each rank.
+
+    On rank 0 of 2 with one expert each, routes ``[[0, 1], [1, -1]]`` and one row of expert 0 from rank 1 before ours
+    give slots ``[[-3, 0], [1, -1]]``.
+    """
+    num_local, mine = routes.shape[2], routes[:, rank]
+    starts = np.cumsum(mine.sum(0)) - mine.sum(0) + mine.sum(0) - mine[rank]
+    remote = routes[rank].copy()
+    remote[rank] = 0
+    places = np.cumsum(remote.flatten()) - remote.flatten()
+    seen = np.zeros(places.shape, dtype=np.int64)
+    slots = torch.full_like(experts, -1)
+    for token, choices in enumerate(experts.tolist()):
+        for choice, expert in enumerate(choices):
+            if expert >= 0:
+                is_local = expert // num_local == rank
+                slots[token, choice] = (
+                    -2 - (starts[expert % num_local] + seen[expert]) if is_local else places[expert] + seen[expert]
+                )
+                seen[expert] += 1
+    return slots

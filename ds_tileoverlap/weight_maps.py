@@ -1,0 +1,47 @@
+"""Tables of tensor maps, through which the expert GEMM reads each expert's weight where it lies."""
+
+from __future__ import annotations
+
+import torch
+
+
+class WeightMaps:
+    """One layer's tables, made again whenever a weight has moved."""
+
+    def __init__(self):
+        self._tables: dict[tuple, torch.Tensor] = {}
+
+    def of(self, op, stack, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
+        """The table of one projection on the device.
+
+        Args:
+            op: the compiled operator.
+            stack: (first expert, end, view [n, rows, columns]) for each run of the local experts.
+            dtype: bfloat16 or float16.
+            transposed: whether the GEMM sums over the rows of a weight instead of its columns.
+
+        Returns:
+            [E_local * 128] uint8.
+        """
+        addresses = [
+            view.data_ptr() + i * view.stride(0) * view.element_size()
+            for first, end, view in stack
+            for i in range(end - first)
+        ]
+        rows, columns = stack[0][2].shape[1:]
+        key = (rows, columns, dtype, transposed)
+        kept = self._tables.get(key)
+        if kept is not None and kept[0] == addresses:
+            return kept[1]
+        host = torch.empty(len(addresses) * op.MAP_BYTES, dtype=torch.uint8)
+        op.encode_weights(
+            maps=host.data_ptr(),
+            weights=addresses,
+            rows=rows,
+            columns=columns,
+            is_half=dtype == torch.float16,
+            b_is_transposed=transposed,
+        )
+        table = host.to(stack[0][2].device)
+        self._tables[key] = (addresses, table)
+        return table

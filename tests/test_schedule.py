@@ -1,0 +1,122 @@
+"""The schedule of tiles, the segments and the slots: worked examples, what any routing must give, and the kernels."""
+
+import numpy as np
+import pytest
+import torch
+
+from ds_tileoverlap import schedule
+from ds_tileoverlap.exchange import Peers
+from ds_tileoverlap.layout import Plan
+
+
+def routes_of(seed, ranks, experts, tokens, top_k, skew=0.0):
+    """[W, W, E_local] counts and every rank's [T, k] routes, some of them dropped."""
+    generator = np.random.default_rng(seed)
+    weights = generator.dirichlet(np.full(experts, 20.0)) * (1 - skew) + skew * (np.arange(experts) == 1)
+    chosen = [
+        np.stack([generator.choice(experts, top_k, replace=False, p=weights) for _ in range(max(tokens - 7 * r, 0))])
+        if tokens > 7 * r
+        else np.zeros((0, top_k), dtype=np.int64)
+        for r in range(ranks)
+    ]
+    chosen = [np.where(generator.random(c.shape) < 0.1, -1, c) for c in chosen]
+    counts = np.stack([np.bincount(c[c >= 0], minlength=experts) for c in chosen])
+    return counts.reshape(ranks, ranks, -1).astype(np.int32), [torch.from_numpy(c).int() for c in chosen]
+
+
+def test_worked_examples():
+    assert schedule.plain_items(np.array([[40], [300]]), 0, 256, False) == [(0, 256, 0, 0, 0), (256, 84, 0, 0, 2)]
+    routes = np.zeros((2, 2, 1), dtype=int)
+    routes[:, 0, 0] = 40, 300
+    assert schedule.plain_segments(routes, 0, 4, False, 2) == [
+        (0, 128, 1, 0, 0, 1, 0),
+        (128, 128, 1, 128, 1, 1, 1),
+        (256, 44, 1, 256, 2, 1, 2),
+        (0, 0, 0, 0, 0, 0, 3),
+    ]
+    routes[:, :, 0] = [[1, 2], [1, 0]]
+    experts = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
+    assert schedule.plain_slots(experts, routes, 0).tolist() == [[-3, 0], [1, -1]]
+
+
+CASES = [(2, 8, 700, 2, 0.0), (2, 16, 300, 4, 0.6), (4, 8, 500, 3, 0.3), (8, 64, 260, 8, 0.0), (2, 4, 3, 2, 0.0)]
+
+
+@pytest.mark.parametrize("aligns_owners", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_row_is_computed_once_and_travels_once(case, aligns_owners):
+    ranks, width = case[0], 600
+    routes, chosen = routes_of(1, *case)
+    landed = [{} for _ in range(ranks)]
+    for rank in range(ranks):
+        mine = routes[:, rank]
+        column_tiles, num_rows = -(-width // schedule.TILE_N), int(mine.sum())
+        covered, bands = np.zeros((num_rows, column_tiles), dtype=int), {}
+        local_began = False
+        order = [(rank + 1 + i) % ranks for i in range(ranks)]
+        owners = np.concatenate([np.repeat(order, mine[order, e]) for e in range(mine.shape[1])])
+        for row, rows, _, column, band in schedule.plain_items(mine, rank, width, aligns_owners):
+            columns = [column] if rows > schedule.BAND else [c for c in (column, column + 1) if c < column_tiles]
+            covered[row : row + rows, columns] += 1
+            for start in range(0, rows, schedule.BAND):
+                for c in columns:
+                    bands.setdefault(band + start // schedule.BAND, set()).add((row + start, c))
+            is_remote = (owners[row : row + rows] != rank).any()
+            assert not (is_remote and local_began), "a tile with remote rows comes after one without"
+            local_began |= not is_remote
+        assert (covered == 1).all()
+        assert all(len(tiles) == column_tiles for tiles in bands.values())
+        assert all(len({row for row, _ in tiles}) == 1 for tiles in bands.values())
+        first_rows = {band: next(iter(tiles))[0] for band, tiles in bands.items()}
+        sent, parts = np.zeros(num_rows, dtype=int), 0
+        *segments, end = schedule.plain_segments(routes, rank, 1000, aligns_owners, 3)
+        for row, rows, peer, peer_row, band, num_bands, before in segments:
+            assert rows > 0 and before == parts and (owners[row : row + rows] == peer).all()
+            parts += -(-rows * 1000 // schedule.PART_BYTES)
+            sent[row : row + rows] += 1
+            # The bands that it waits for hold all its rows.
+            assert first_rows[band] <= row
+            assert row + rows <= first_rows[band + num_bands - 1] + schedule.BAND
+            for i in range(rows):
+                assert landed[peer].setdefault(peer_row + i, (rank, row + i)) == (rank, row + i)
+        assert end[-1] == parts and (sent == (owners != rank)).all()
+    # Every choice finds its own row: the one that the expert's rank made of that token.
+    for rank in range(ranks):
+        slots = schedule.plain_slots(chosen[rank], routes, rank)
+        num_local, seen = routes.shape[2], {}
+        for token, choices in enumerate(chosen[rank].tolist()):
+            for choice, expert in enumerate(choices):
+                slot = int(slots[token, choice])
+                if expert < 0:
+                    assert slot == -1
+                    continue
+                place = seen[expert] = seen.get(expert, -1) + 1
+                home, local = expert // num_local, expert % num_local
+                mine = routes[:, home]
+                order = [(home + 1 + i) % ranks for i in range(ranks)]
+                row = int(mine[:, :local].sum() + mine[order[: order.index(rank)], local].sum() + place)
+                assert (landed[rank][slot] if home != rank else (rank, -2 - slot)) == (home, row)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("aligns_owners", [False, True])
+@pytest.mark.parametrize("width", [8, 512, 1288])
+@pytest.mark.parametrize("case", [*CASES, (8, 512, 2000, 8, 0.2), (1, 4, 300, 2, 0.0), (64, 128, 600, 4, 0.0)], ids=str)
+def test_kernels_equal_the_plain_twins(op, case, width, aligns_owners):
+    ranks, experts, *_ = case
+    routes, chosen = routes_of(2, *case)
+    counts = torch.zeros(ranks, experts + ranks + 1, dtype=torch.int32)
+    counts[:, :experts] = torch.from_numpy(routes.reshape(ranks, -1))
+    for rank in {0, ranks - 1, ranks // 2}:
+        peers = Peers(None, rank, tuple(range(ranks)), 0.0, "test")
+        plan = Plan(peers, counts, counts.cuda(), *[None] * 7)
+        found = schedule.schedule(op, plan, chosen[rank].cuda(), width, 2 * width, aligns_owners, 3)
+        items = schedule.plain_items(routes[:, rank], rank, width, aligns_owners)
+        got = found.items.view(-1, 4)[: int(found.num_items[0])].tolist()
+        assert [(r, n, z & 0xFFFF, z >> 16 & 0xFFFF, band) for r, n, z, band in got] == items
+        segments = schedule.plain_segments(routes, rank, 2 * width, aligns_owners, 3)
+        assert int(found.num_segments[0]) == len(segments) - 1
+        assert [tuple(s[:7]) for s in found.segments.view(-1, 8)[: len(segments)].tolist()] == segments
+        assert len(items) * 4 <= found.items.numel() and len(segments) * 8 <= found.segments.numel()
+        assert max((band + (n > 128) for _, n, _, _, band in items), default=-1) < found.num_bands
+        assert torch.equal(found.slots.cpu(), schedule.plain_slots(chosen[rank], routes, rank))
