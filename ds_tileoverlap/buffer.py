@@ -27,20 +27,23 @@ class Pool:
 
     Attributes:
         capacity_bytes: what one half of the receive buffer holds; the same on all ranks.
-        epoch, targets, claimed, finished: device words of this rank, see ``csrc/combine.cuh``.
+        epoch, targets, claimed_items, claimed_parts, finished: device words of this rank, see ``csrc/combine.cuh``.
+        panel_done: [max panels] int32, counts finished tiles, see ``csrc/expert_gemm.cuh``.
         arrived, consumed: [W] int32 words of this rank that peers write.
         peer_buffers, peer_arrived, peer_consumed: [W] int64 addresses at each peer.
         failure: [5] int32 on the host, filled by a kernel whose deadline passed.
         stream: where returns run, of high priority.
     """
 
-    def __init__(self, peers: Peers, device: torch.device):
+    def __init__(self, peers: Peers, device: torch.device, max_panels: int):
         self.peers, self.device = peers, device
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
         size = peers.size
-        own = torch.zeros(4 + size, dtype=torch.int32, device=device)
-        self.epoch, self.claimed_items, self.claimed_parts, self.finished, self.targets = own.split([1, 1, 1, 1, size])
+        own = torch.zeros(4 + max_panels + size, dtype=torch.int32, device=device)
+        self.epoch, self.claimed_items, self.claimed_parts, self.finished, self.panel_done, self.targets = own.split(
+            [1, 1, 1, 1, max_panels, size]
+        )
         self.failure = torch.zeros(5, dtype=torch.int32, pin_memory=True)
         words = symmetric_memory.empty(2 * size, dtype=torch.int32, device=device).zero_()
         self._words = symmetric_memory.rendezvous(words, peers.group)
@@ -51,6 +54,7 @@ class Pool:
         self.signals = torch.zeros(0, dtype=torch.int32, device=device)
         self.capacity_bytes = 0
         self._buffer = None
+        self.peer_buffers = self._addresses([0] * size)
         # Nobody may write into a peer's words before it has cleared them.
         self._meet()
 
@@ -102,11 +106,11 @@ class Pool:
 _POOLS: dict[dist.ProcessGroup, Pool] = {}
 
 
-def pool_of(peers: Peers, device: torch.device) -> Pool:
+def pool_of(peers: Peers, device: torch.device, max_panels: int) -> Pool:
     """The group's pool; the first call is collective."""
     pool = _POOLS.get(peers.group)
     if pool is None:
-        pool = _POOLS[peers.group] = Pool(peers, device)
+        pool = _POOLS[peers.group] = Pool(peers, device, max_panels)
     return pool
 
 

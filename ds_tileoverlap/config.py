@@ -9,7 +9,14 @@ from pydantic import ConfigDict, Field, ValidationError
 
 BLOCK = "tile_overlap"
 # Options that only the overlap backend reads.
-OVERLAP_OPTIONS = ("comm_sms", "bands_per_segment", "owner_alignment", "overlap_dispatch", "overlap_backward")
+OVERLAP_OPTIONS = (
+    "comm_sms",
+    "combine",
+    "bands_per_segment",
+    "owner_alignment",
+    "overlap_dispatch",
+    "overlap_backward",
+)
 
 
 class ConfigError(ValueError):
@@ -30,10 +37,13 @@ class TileOverlapConfig(DeepSpeedConfigModel):
     )
     """How exchanges and expert GEMMs run. ``auto`` picks the fastest that the whole expert-parallel group can run."""
 
-    comm_sms: Annotated[int, Field(ge=2, le=64, multiple_of=2)] | Literal["auto"] = Field(
-        "auto", description="'auto' or an even number of SMs, 2 to 64"
+    comm_sms: Annotated[int, Field(ge=0, le=64, multiple_of=2)] | Literal["auto"] = Field(
+        "auto", description="'auto' or an even number of SMs, 0 to 64"
     )
-    """SMs that the overlap backend gives to communication."""
+    """SMs that the overlap backend gives to communication; 0 leaves it to spare warps of the GEMM's own CTAs."""
+
+    combine: Literal["auto", "rows", "sums"] = Field("auto", description="'auto', 'rows' or 'sums'")
+    """Whether every expert row returns on its own, or one sum for each token and rank."""
 
     bands_per_segment: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
         "auto", description="'auto' or an integer, 1 to 64"

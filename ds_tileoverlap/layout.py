@@ -67,15 +67,20 @@ class Plan:
         size = self.peers.size
         return self.counts.numpy()[:, : self.num_experts].reshape(size, size, self.num_experts // size)
 
+    @property
+    def sends(self) -> np.ndarray:
+        """[W, W] int32: rows that go from a rank to a rank, one for each token that has an expert there."""
+        return self.counts.numpy()[:, self.num_experts : -1]
+
     @cached_property
     def send_splits(self) -> list[int]:
         """Rows sent to each rank."""
-        return self.counts.numpy()[self.peers.rank, self.num_experts : -1].tolist()
+        return self.sends[self.peers.rank].tolist()
 
     @cached_property
     def recv_splits(self) -> list[int]:
         """Rows received from each rank."""
-        return self.counts.numpy()[:, self.num_experts + self.peers.rank].tolist()
+        return self.sends[:, self.peers.rank].tolist()
 
     @cached_property
     def all_can_overlap(self) -> bool:

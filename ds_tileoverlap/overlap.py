@@ -14,6 +14,7 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
@@ -25,16 +26,15 @@ from .exchange import PeerError, Peers
 from .expert_weights import ExpertWeights
 from .layout import Plan
 from .local_experts import LocalExperts
-from .schedule import TILE_N, Schedule, schedule
+from .schedule import BAND, TILE_N, Returns, Schedule, schedule
 from .stages import Stages
 from .weight_maps import WeightMaps
 
-MAX_PEERS = 128
 # A waiting kernel gives up this long after the group's own limit, so that the host's error comes first where it can.
 NS = 1_000_000_000
-# What one SM writes to a peer, and the link's limit; bytes/s on H200.
-SM_RATE, LINK_RATE = 45e9, 355e9
 SEGMENT_BYTES = 2**21
+# Sums return where they are so many times fewer than rows: adding up costs memory traffic, and starts later.
+SUMS_BELOW = 0.6
 
 
 @dataclass
@@ -77,6 +77,8 @@ def _examine(peers: Peers, device: torch.device) -> Group:
             builder = TileOverlapBuilder()
             reason = builder.refusal()
             op = builder.load() if reason is None else None
+            if op is not None and peers.size > op.MAX_PEERS:
+                reason = f"the expert-parallel group has {peers.size} ranks, more than {op.MAX_PEERS}"
         except Exception as error:  # whatever a compiler may say: the job goes on without the operator
             reason = f"the kernels could not be built: {error}"
     ours = (reason, socket.gethostname(), _uuid(device) if device.type == "cuda" else "")
@@ -85,7 +87,7 @@ def _examine(peers: Peers, device: torch.device) -> Group:
     reason = _common_refusal(everyone, peers)
     if reason is not None:
         return Group(None, reason, None)
-    pool = pool_of(peers, device)
+    pool = pool_of(peers, device, op.MAX_PANELS)
     _load_kernels(op, pool)
     return Group(op, None, pool, torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -115,8 +117,6 @@ def _common_refusal(everyone: list[tuple[str | None, str, str]], peers: Peers) -
         return f"the expert-parallel group spans {len(hosts)} machines ({', '.join(sorted(hosts))})"
     if len({uuid for _, _, uuid in everyone}) < peers.size:
         return "ranks of the expert-parallel group share a GPU"
-    if peers.size > MAX_PEERS:
-        return f"the expert-parallel group has {peers.size} ranks, more than {MAX_PEERS}"
     # Peer access is symmetric and this asks about all pairs, where all devices are visible to every rank.
     uuids = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
     visible = [uuids[uuid] for _, _, uuid in everyone if uuid in uuids]
@@ -169,67 +169,91 @@ def _output_home(
     group: Group,
     config: TileOverlapConfig,
 ) -> torch.Tensor:
-    pool, op, peers = group.pool, group.op, plan.peers
+    pool, op = group.pool, group.op
     check_failure(pool)
     width = weights.down[0][2].shape[1]
     row_bytes = width * hidden.element_size()
     with stages("layout"):
-        comm_sms, bands = choose(config, plan, width, hidden.shape[1], row_bytes, group.num_sms)
-        plan_of_tiles = schedule(op, plan, routes, width, row_bytes, config.owner_alignment == "tile", bands)
-        remote = plan.routes.sum(2)
-        remote[range(peers.size), range(peers.size)] = 0
-        received = remote.sum(1)
-        pool.reserve(int(received.max()) * row_bytes, int(plan.routes.sum((1, 2)).max()) * row_bytes)
-        pool.reserve_signals(plan_of_tiles.num_bands * -(-width // TILE_N) * 2)
+        returns = choose_returns(config, plan, row_bytes)
+        tiles = schedule(op, plan, routes, width, row_bytes, returns, pool.panel_done)
+        pool.reserve(*(rows * row_bytes for rows in rows_to_receive(plan, returns)))
+        pool.reserve_signals(tiles.num_bands * -(-width // TILE_N) * 2)
     down = maps.of(op, weights.down, hidden.dtype, transposed=False)
-    return return_while_computed(op, pool, plan, plan_of_tiles, hidden, down, width, comm_sms, group.num_sms, stages)
+    comm_sms = 0 if config.comm_sms == "auto" else config.comm_sms
+    return return_while_computed(group, plan, tiles, returns, hidden, down, width, comm_sms, stages)
 
 
-def choose(
-    config: TileOverlapConfig, plan: Plan, width: int, inner: int, row_bytes: int, num_sms: int
-) -> tuple[int, int]:
-    """SMs for communication and bands in one transfer, the same on every rank as far as it matters to others."""
-    routes = plan.routes
+def choose_returns(config: TileOverlapConfig, plan: Plan, row_bytes: int) -> Returns:
+    """How rows come home: from the exchanged counts, so that all ranks choose alike."""
+    size, each = plan.peers.size, np.arange(plan.peers.size)
+    routes, sends = plan.routes.sum(2), plan.sends
+    remote_routes, remote_sends = (int(counts.sum() - counts[each, each].sum()) for counts in (routes, sends))
+    sums = remote_sends < SUMS_BELOW * remote_routes if config.combine == "auto" else config.combine == "sums"
     bands = config.bands_per_segment
     if bands == "auto":
-        bands = max(1, SEGMENT_BYTES // (128 * row_bytes))
-    if config.comm_sms != "auto":
-        return config.comm_sms, bands
-    rows = routes[:, plan.peers.rank].sum()
-    sent_bytes = (rows - routes[plan.peers.rank, plan.peers.rank].sum()) * row_bytes
-    flops = 2.0 * rows * width * inner
+        bands = max(1, SEGMENT_BYTES // (BAND * row_bytes))
+    # With two ranks half of all tiles are local: while they run, everything else can travel.
+    return Returns(sums, config.owner_alignment == "tile", bands, num_panels=1 if not sums or size == 2 else 4)
 
-    def time_s(comm_sms: int) -> float:
-        compute = flops / (5.2e12 * (num_sms - comm_sms))
-        return max(compute, sent_bytes / min(comm_sms * SM_RATE, LINK_RATE))
 
-    return min(range(2, 18, 2), key=time_s), bands
+def rows_to_receive(plan: Plan, returns: Returns) -> tuple[int, int]:
+    """The most rows that any rank of the group receives now, and that it could from as many tokens."""
+    each = np.arange(plan.peers.size)
+    routes = plan.routes.sum(2)
+    counts = (plan.sends if returns.sums else routes).copy()
+    counts[each, each] = 0
+    most = routes.sum(1).max()
+    return int(counts.sum(1).max()), int(most)
 
 
 def return_while_computed(
-    op,
-    pool: Pool,
+    group: Group,
     plan: Plan,
     tiles: Schedule,
+    returns: Returns,
     rows: torch.Tensor,
     maps: torch.Tensor,
     width: int,
     comm_sms: int,
-    num_sms: int,
     stages: Stages,
 ) -> torch.Tensor:
     """Rows [R, K] times their experts' weights, summed at the owners of their tokens: [T, width].
 
-    The GEMM runs on the current stream and the return beside it, on ``comm_sms`` SMs; the sum follows.
+    The couriers are warps of the GEMM, or run beside it on ``comm_sms`` SMs; the sum follows.
     """
-    peers, (num_rows, inner) = plan.peers, rows.shape
+    op, pool, peers, (num_rows, inner) = group.op, group.pool, plan.peers, rows.shape
     is_half = rows.dtype == torch.float16
-    row_bytes, column_tiles = width * rows.element_size(), -(-width // TILE_N)
+    row_bytes, panel_tiles = width * rows.element_size(), returns.panel_tiles(width)
     limit_ns = int(peers.timeout_s * NS)
-    half = pool.capacity_bytes
     main = torch.cuda.current_stream(rows.device)
     outputs = rows.new_empty(num_rows, width)
     sums = rows.new_empty(tiles.slots.shape[0], width)
+    courier = op.Courier(
+        errand=op.RETURN_SUMS if returns.sums else op.RETURN_ROWS,
+        rows=outputs.data_ptr(),
+        row_bytes=row_bytes,
+        num_peers=peers.size,
+        rank=peers.rank,
+        segments=tiles.segments.data_ptr(),
+        num_segments=tiles.num_segments.data_ptr(),
+        signals=pool.signals.data_ptr(),
+        signals_per_band=2 * -(-width // TILE_N),
+        index=plan.choice_rows.data_ptr(),
+        num_choices=plan.top_k,
+        sum_runs=tiles.sum_runs.data_ptr(),
+        panel_done=pool.panel_done.data_ptr(),
+        panel_targets=tiles.panel_targets.data_ptr(),
+        num_panels=returns.num_panels,
+        panel_bytes=panel_tiles * TILE_N * rows.element_size(),
+        peer_buffers=pool.peer_buffers.data_ptr(),
+        peer_arrived=pool.peer_arrived.data_ptr(),
+        peer_consumed=pool.consumed.data_ptr(),
+        generation_bytes=pool.capacity_bytes,
+        epoch=pool.epoch.data_ptr(),
+        claimed=pool.claimed_parts.data_ptr(),
+        failure=pool.failure.data_ptr(),
+        limit_ns=limit_ns,
+    )
     with stages("expert_gemm"):
         op.begin_return(
             counts=plan.device_counts.data_ptr(),
@@ -237,13 +261,15 @@ def return_while_computed(
             num_ranks=peers.size,
             rank=peers.rank,
             num_experts=plan.num_experts,
+            returns_sums=returns.sums,
             row_bytes=row_bytes,
             epoch=pool.epoch.data_ptr(),
             targets=pool.targets.data_ptr(),
             stream=main.cuda_stream,
         )
-        pool.forked.record(main)
-        # The GEMM first: it waits for nobody, so whatever happens to the return's start, nothing is held up.
+        if comm_sms:
+            pool.forked.record(main)
+        # The GEMM first: it waits for nobody, so whatever happens to the couriers' start, nothing is held up.
         op.expert_gemm(
             a=rows.data_ptr(),
             b_maps=maps.data_ptr(),
@@ -251,39 +277,25 @@ def return_while_computed(
             items=tiles.items.data_ptr(),
             num_items=tiles.num_items.data_ptr(),
             claimed=pool.claimed_items.data_ptr(),
-            signals=pool.signals.data_ptr(),
+            signals=0 if returns.sums else pool.signals.data_ptr(),
             epoch=pool.epoch.data_ptr(),
+            panel_done=pool.panel_done.data_ptr() if returns.sums else 0,
+            panel_tiles=panel_tiles,
             num_rows=num_rows,
             n=width,
             k=inner,
             is_half=is_half,
             b_is_transposed=False,
-            num_sms=num_sms - comm_sms,
+            num_sms=group.num_sms - comm_sms,
+            courier=op.Courier() if comm_sms else courier,
             stream=main.cuda_stream,
         )
     with stages("combine"):
-        pool.stream.wait_event(pool.forked)
-        op.return_segments(
-            rows=outputs.data_ptr(),
-            segments=tiles.segments.data_ptr(),
-            num_segments=tiles.num_segments.data_ptr(),
-            claimed=pool.claimed_parts.data_ptr(),
-            signals=pool.signals.data_ptr(),
-            epoch=pool.epoch.data_ptr(),
-            peer_buffers=pool.peer_buffers.data_ptr(),
-            peer_arrived=pool.peer_arrived.data_ptr(),
-            peer_consumed=pool.consumed.data_ptr(),
-            failure=pool.failure.data_ptr(),
-            generation_bytes=half,
-            limit_ns=limit_ns,
-            row_bytes=row_bytes,
-            signals_per_band=2 * column_tiles,
-            num_peers=peers.size,
-            num_sms=comm_sms,
-            stream=pool.stream.cuda_stream,
-        )
-        pool.joined.record(pool.stream)
-        main.wait_event(pool.joined)
+        if comm_sms:
+            pool.stream.wait_event(pool.forked)
+            op.run_couriers(courier=courier, is_half=is_half, num_sms=comm_sms, stream=pool.stream.cuda_stream)
+            pool.joined.record(pool.stream)
+            main.wait_event(pool.joined)
         op.sum_slots(
             received=pool.received,
             local=outputs.data_ptr(),
@@ -295,21 +307,21 @@ def return_while_computed(
             peer_consumed=pool.peer_consumed.data_ptr(),
             finished=pool.finished.data_ptr(),
             failure=pool.failure.data_ptr(),
-            generation_bytes=half,
+            generation_bytes=pool.capacity_bytes,
             limit_ns=limit_ns,
             num_tokens=sums.shape[0],
             num_choices=tiles.slots.shape[1],
             width=width,
             num_peers=peers.size,
             is_half=is_half,
-            num_sms=num_sms,
+            num_sms=group.num_sms,
             stream=main.cuda_stream,
         )
     return sums
 
 
 _WAITS = {
-    1: "a tile of this rank's own expert GEMM was not ready",
+    1: "the tiles of its own expert GEMM were not ready",
     2: "rank {peer} did not read what it received before",
     3: "rows from rank {peer} did not arrive",
 }
@@ -342,17 +354,13 @@ def _load_kernels(op, pool: Pool) -> None:
         for transposed in (False, True):
             op.expert_gemm(
                 a=operand.data_ptr(), b_maps=zero, c=operand.data_ptr(), items=zero, num_items=zero,
-                claimed=pool.claimed_items.data_ptr(), signals=0, epoch=zero, num_rows=64, n=64, k=64, is_half=is_half,
-                b_is_transposed=transposed, num_sms=2, stream=stream,
+                claimed=pool.claimed_items.data_ptr(), signals=0, epoch=zero, panel_done=0, panel_tiles=1, num_rows=64,
+                n=64, k=64, is_half=is_half, b_is_transposed=transposed, num_sms=2, courier=op.Courier(), stream=stream,
             )  # fmt: skip
+        op.run_couriers(courier=op.Courier(), is_half=is_half, num_sms=2, stream=stream)
         op.sum_slots(
             received=zero, local=zero, slots=zero, sums=zero, arrived=zero, targets=zero, epoch=zero,
             peer_consumed=zero, finished=pool.finished.data_ptr(), failure=pool.failure.data_ptr(), generation_bytes=0,
             limit_ns=NS, num_tokens=0, num_choices=1, width=8, num_peers=0, is_half=is_half, num_sms=1, stream=stream,
         )  # fmt: skip
-    op.return_segments(
-        rows=zero, segments=zero, num_segments=zero, claimed=pool.claimed_parts.data_ptr(), signals=zero, epoch=zero,
-        peer_buffers=zero, peer_arrived=zero, peer_consumed=zero, failure=pool.failure.data_ptr(), generation_bytes=0,
-        limit_ns=NS, row_bytes=16, signals_per_band=2, num_peers=0, num_sms=2, stream=stream,
-    )  # fmt: skip
     torch.cuda.synchronize(device)

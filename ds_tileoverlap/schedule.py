@@ -9,7 +9,7 @@ Source: arXiv 2607.19539, remote-first tile schedule and combine plan; rows here
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +19,12 @@ from .layout import Plan
 
 BAND = 128
 TILE_N = 256
-# As csrc/schedule.cu: pairs of bands that walk the columns together; bytes that a communication CTA claims at once.
+# As csrc/schedule.cu: pairs of bands that walk the columns together; bytes that a courier claims at once.
 PAIRS_AT_ONCE = 8
-PART_BYTES = 65536
-ITEM_WORDS, SEGMENT_WORDS = 4, 8
+PART_BYTES = 8192
+ITEM_WORDS, SEGMENT_WORDS, SUM_RUN_WORDS = 4, 8, 4
+# Added to the expert of an item whose rows have to travel.
+REMOTE = 0x8000
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,14 @@ class Schedule:
     """Flat device arrays that the GEMM, the return and the sum read.
 
     Attributes:
-        items: [.., 4] int32: first row, rows (1 to 256), expert | column tile << 16, band; in the order of computation.
+        items: [.., 4] int32: first row, rows (1 to 256), expert | REMOTE | column tile << 16, band; in the order of
+            computation.
         num_items: [1] int32.
         segments: [.., 8] int32: first row, rows, peer, row at the peer, first band, bands, parts before it, 0; one more
             than there are, of which only the parts before it count.
         num_segments: [1] int32.
+        sum_runs: [W - 1, 4] int32: first received row, rows, peer, row at the peer; for sums.
+        panel_targets: [panels] int32, what the panels' counters show when all their tiles with remote rows are done.
         slots: [T, k] int32, where a choice's row is summed from: v >= 0 is row v of the receive buffer, -1 is no row,
             v < -1 is row -2 - v of this rank's own result.
         num_bands: an upper limit, for the ready signals.
@@ -44,12 +49,36 @@ class Schedule:
     num_items: torch.Tensor
     segments: torch.Tensor
     num_segments: torch.Tensor
+    sum_runs: torch.Tensor
+    panel_targets: torch.Tensor
     slots: torch.Tensor
     num_bands: int
 
 
+@dataclass(frozen=True)
+class Returns:
+    """How rows come home; the same on every rank of the group.
+
+    Attributes:
+        sums: whether one sum for each (token, rank) returns, instead of every row.
+        aligns_owners: whether each owner's rows start a tile of their own.
+        bands_per_segment: bands in one transfer of rows, but one at both ends.
+        num_panels: groups of columns that are computed, summed and returned one after the other; 1 for rows.
+    """
+
+    sums: bool
+    aligns_owners: bool
+    bands_per_segment: int
+    num_panels: int
+
+    def panel_tiles(self, n: int) -> int:
+        """Column tiles of a panel: even where there are several, as the last band of an expert takes two at once."""
+        tiles = -(-n // TILE_N)
+        return tiles if self.num_panels == 1 else -(-tiles // (2 * self.num_panels)) * 2
+
+
 def schedule(
-    op, plan: Plan, experts: torch.Tensor, n: int, row_bytes: int, aligns_owners: bool, bands_per_segment: int
+    op, plan: Plan, experts: torch.Tensor, n: int, row_bytes: int, returns: Returns, panel_done: torch.Tensor
 ) -> Schedule:
     """Computes the :class:`Schedule` of one forward on the device, without waiting for it.
 
@@ -59,32 +88,43 @@ def schedule(
         experts: [T, k] int32 routes, -1 where dropped.
         n: columns of the GEMM's result.
         row_bytes: of a returned row, a multiple of 16.
-        aligns_owners: whether each owner's rows start a tile of their own.
-        bands_per_segment: bands in one transfer, but one at both ends.
+        panel_done: [>= panels] int32, the counters of finished tiles.
     """
-    device, size = experts.device, plan.peers.size
-    routes = plan.routes[:, plan.peers.rank]
+    device, size, rank = experts.device, plan.peers.size, plan.peers.rank
+    routes = plan.routes[:, rank]
     # Every run of rows with tiles of its own may end in a tile that is not full.
-    num_bands = int((-(-(routes if aligns_owners else routes.sum(0)) // BAND)).sum())
-    num_items = (num_bands + 1) * -(-n // TILE_N)
-    num_segments = int((routes // BAND + 2).sum())
+    num_bands = int((-(-(routes if returns.aligns_owners else routes.sum(0)) // BAND)).sum())
+    most_items = num_bands * -(-n // TILE_N) + 1
+    most_segments = int((routes // BAND + 2).sum())
     blocks = -(-experts.shape[0] // op.SLOT_TOKENS)
-    sizes = (num_items * ITEM_WORDS, 4, num_segments * SEGMENT_WORDS, 4, plan.num_experts, blocks * plan.num_experts)
-    items, count, segments, num_sent, bases, scratch = torch.empty(
-        sum(-(-words // 4) * 4 for words in sizes), dtype=torch.int32, device=device
-    ).split([-(-words // 4) * 4 for words in sizes])
+    items, count, segments, num_sent, sum_runs, targets, bases, scratch = _words(
+        device,
+        most_items * ITEM_WORDS,
+        1,
+        most_segments * SEGMENT_WORDS,
+        1,
+        size * SUM_RUN_WORDS,
+        returns.num_panels,
+        plan.num_experts,
+        blocks * plan.num_experts,
+    )
     slots = torch.empty_like(experts)
     stream = torch.cuda.current_stream(device).cuda_stream
     op.schedule(
         counts=plan.device_counts.data_ptr(),
         counts_stride=plan.device_counts.shape[1],
         num_ranks=size,
-        rank=plan.peers.rank,
+        rank=rank,
         num_experts=plan.num_experts,
         n=n,
         row_bytes=row_bytes,
-        aligns_owners=aligns_owners,
-        bands_per_segment=bands_per_segment,
+        aligns_owners=returns.aligns_owners,
+        bands_per_segment=returns.bands_per_segment,
+        panel_tiles=returns.panel_tiles(n),
+        num_panels=returns.num_panels,
+        panel_done=panel_done.data_ptr(),
+        panel_targets=targets.data_ptr(),
+        sum_runs=sum_runs.data_ptr(),
         items=items.data_ptr(),
         num_items=count.data_ptr(),
         segments=segments.data_ptr(),
@@ -92,9 +132,13 @@ def schedule(
         slot_bases=bases.data_ptr(),
         stream=stream,
     )
+    own_first = sum(plan.send_splits[:rank])
     op.slots(
         experts=experts.data_ptr(),
         slot_bases=bases.data_ptr(),
+        token_slots=plan.token_slots.data_ptr() if returns.sums else 0,
+        own_first=own_first,
+        own_end=own_first + plan.send_splits[rank],
         block_counts=scratch.data_ptr(),
         slots=slots.data_ptr(),
         num_tokens=experts.shape[0],
@@ -102,7 +146,13 @@ def schedule(
         num_experts=plan.num_experts,
         stream=stream,
     )
-    return Schedule(items, count, segments, num_sent, slots, num_bands)
+    return Schedule(items, count, segments, num_sent, sum_runs, targets, slots, num_bands)
+
+
+def _words(device: torch.device, *counts: int) -> Sequence[torch.Tensor]:
+    """Uninitialised int32 tensors of so many words each, 16-byte aligned, in one allocation."""
+    sizes = [-(-count // 4) * 4 for count in counts]
+    return torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
 
 
 @dataclass(frozen=True)
@@ -142,30 +192,36 @@ def _in_order(routes: np.ndarray, rank: int) -> list[int]:
     return sorted(range(len(remote)), key=lambda expert: -remote[expert])
 
 
-def plain_items(routes: np.ndarray, rank: int, n: int, aligns_owners: bool) -> list[tuple[int, int, int, int, int]]:
-    """(first row, rows, expert, column tile, band) of every item.
+def plain_items(
+    routes: np.ndarray, rank: int, n: int, aligns_owners: bool, panel_tiles: int = 0
+) -> list[tuple[int, int, int, int, int, bool]]:
+    """(first row, rows, expert, column tile, band, whether it touches remote rows) of every item.
 
     An item is a pair of bands at one column tile, or the last single band of a run at two. Items that touch remote rows
-    come first.
+    come first, panel by panel.
 
     Args:
         routes: [W, E_local] routes from each rank to each expert of this rank.
+        panel_tiles: column tiles of a panel; 0 for all.
 
     With 300 rows of one expert from rank 1 and 40 from rank 0, on rank 0 and 256 columns, the items are
-    ``(0, 256, 0, 0, 0)`` and ``(256, 84, 0, 0, 2)``: both touch remote rows.
+    ``(0, 256, 0, 0, 0, True)`` and ``(256, 84, 0, 0, 2, True)``: both touch remote rows.
     """
-    runs = _runs(routes, rank, aligns_owners)
+    runs, tiles = _runs(routes, rank, aligns_owners), -(-n // TILE_N)
     ordered = [run for expert in _in_order(routes, rank) for run in runs[expert]]
+    panels = [(first, min(first + (panel_tiles or tiles), tiles)) for first in range(0, tiles, panel_tiles or tiles)]
     items = []
-    for of_remote in (True, False):
+    for of_remote, (first_tile, end_tile) in [*((True, panel) for panel in panels), (False, (0, tiles))]:
         for run in ordered:
             touching = -(-run.remote // (2 * BAND))
             first, end = (0, touching) if of_remote else (touching, -(-run.rows // (2 * BAND)))
-            items += _items_of_pairs(run, first, end, -(-n // TILE_N))
+            items += [(*item, of_remote) for item in _items_of_pairs(run, first, end, first_tile, end_tile)]
     return items
 
 
-def _items_of_pairs(run: _Run, first: int, end: int, column_tiles: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _items_of_pairs(
+    run: _Run, first: int, end: int, first_tile: int, end_tile: int
+) -> Iterator[tuple[int, int, int, int, int]]:
     def item(pair: int, column_tile: int):
         start = pair * 2 * BAND
         return (run.row + start, min(run.rows - start, 2 * BAND), run.expert, column_tile, run.band + 2 * pair)
@@ -173,12 +229,27 @@ def _items_of_pairs(run: _Run, first: int, end: int, column_tiles: int) -> Itera
     single = end > first and run.rows - (end - 1) * 2 * BAND <= BAND
     full = end - single
     for group in range(first, full, PAIRS_AT_ONCE):
-        for column_tile in range(column_tiles):
+        for column_tile in range(first_tile, end_tile):
             for pair in range(group, min(group + PAIRS_AT_ONCE, full)):
                 yield item(pair, column_tile)
     if single:
-        for column_tile in range(0, column_tiles, 2):
+        for column_tile in range(first_tile, end_tile, 2):
             yield item(end - 1, column_tile)
+
+
+def plain_sum_runs(sends: np.ndarray, rank: int) -> list[tuple[int, int, int, int]]:
+    """(first received row, rows, peer, row at the peer) of the sums for each peer.
+
+    Args:
+        sends: [W, W] rows that each rank sends to each rank.
+
+    With 3 ranks that send ``[[5, 1, 2], [3, 9, 4], [7, 6, 8]]``, on rank 1: ``(10, 6, 2, 7)`` and ``(0, 1, 0, 0)``.
+    """
+    runs = []
+    for peer in _owners(rank, len(sends))[:-1]:
+        earlier = [r for r in range(rank) if r != peer]
+        runs.append((int(sends[:peer, rank].sum()), int(sends[peer, rank]), peer, int(sends[peer, earlier].sum())))
+    return runs
 
 
 def plain_segments(
@@ -219,18 +290,22 @@ def plain_segments(
     return [*segments, (0, 0, 0, 0, 0, 0, parts)]
 
 
-def plain_slots(experts: torch.Tensor, routes: np.ndarray, rank: int) -> torch.Tensor:
+def plain_slots(
+    experts: torch.Tensor, routes: np.ndarray, rank: int, sent: tuple[torch.Tensor, np.ndarray] | None = None
+) -> torch.Tensor:
     """Where each choice's row is summed from, as :attr:`Schedule.slots`.
 
     Args:
         experts: [T, k] int32 routes of this rank, -1 where dropped.
         routes: [W, W, E_local] routes from each rank to each expert of each rank.
+        sent: for sums: [T, k] the sent row of each first choice on a rank, -1 elsewhere, and [W, W] rows that each rank
+            sends to each rank.
 
     On rank 0 of 2 with one expert each, routes ``[[0, 1], [1, -1]]`` and one row of expert 0 from rank 1 before ours
-    give slots ``[[-3, 0], [1, -1]]``.
+    give slots ``[[-3, 0], [1, -1]]``; so they do for sums, where the sent rows are ``[[0, 1], [2, -1]]``.
     """
     num_local, mine = routes.shape[2], routes[:, rank]
-    starts = np.cumsum(mine.sum(0)) - mine.sum(0) + mine.sum(0) - mine[rank]
+    starts = np.cumsum(mine.sum(0)) - mine[rank]
     remote = routes[rank].copy()
     remote[rank] = 0
     places = np.cumsum(remote.flatten()) - remote.flatten()
@@ -238,10 +313,14 @@ def plain_slots(experts: torch.Tensor, routes: np.ndarray, rank: int) -> torch.T
     slots = torch.full_like(experts, -1)
     for token, choices in enumerate(experts.tolist()):
         for choice, expert in enumerate(choices):
-            if expert >= 0:
-                is_local = expert // num_local == rank
-                slots[token, choice] = (
-                    -2 - (starts[expert % num_local] + seen[expert]) if is_local else places[expert] + seen[expert]
-                )
-                seen[expert] += 1
+            if expert < 0:
+                continue
+            if expert // num_local == rank:
+                slots[token, choice] = -2 - (starts[expert % num_local] + seen[expert])
+            elif sent is None:
+                slots[token, choice] = places[expert] + seen[expert]
+            else:
+                slot, before = int(sent[0][token, choice]), int(sent[1][rank, : rank + 1].sum())
+                slots[token, choice] = slot - int(sent[1][rank, rank]) if slot >= before else slot
+            seen[expert] += 1
     return slots

@@ -45,13 +45,24 @@ def _parity(form, dtype, hidden, intermediate, num_experts, lengths, k, options)
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form,k", [("mlp", 1), ("gated", 2), ("gated", 3)])
-@pytest.mark.parametrize("options", [{}, {"comm_sms": 2, "bands_per_segment": 1}, {"owner_alignment": "tile"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"combine": "rows"},
+        {"combine": "sums"},
+        {"combine": "rows", "comm_sms": 2, "bands_per_segment": 1},
+        {"combine": "sums", "comm_sms": 4},
+        {"combine": "rows", "owner_alignment": "tile"},
+    ],
+    ids=str,
+)
 def test_equals_reference(two_gpus, form, k, dtype, options):
     lengths = [(33, 33), (700, 500), (700, 500), (1, 257), (0, 64), (64, 0), (0, 0), (2000, 3)]
     two_gpus(_parity, form, dtype, 64, 128, 8, lengths, k, options)
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize("combine", ["rows", "sums"])
 @pytest.mark.parametrize("hidden,intermediate", [(1024, 1408), (2880, 2880), (72, 40), (8192, 1024), (2048, 768)])
-def test_awkward_shapes(two_gpus, hidden, intermediate):
-    two_gpus(_parity, "gated", torch.bfloat16, hidden, intermediate, 6, [(257, 257), (1, 900)], 2, {})
+def test_awkward_shapes(two_gpus, hidden, intermediate, combine):
+    two_gpus(_parity, "gated", torch.bfloat16, hidden, intermediate, 6, [(257, 257), (1, 900)], 2, {"combine": combine})

@@ -1,10 +1,12 @@
 """The schedule of tiles, the segments and the slots: worked examples, what any routing must give, and the kernels."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from ds_tileoverlap import schedule
+from ds_tileoverlap import placement, schedule
 from ds_tileoverlap.exchange import Peers
 from ds_tileoverlap.layout import Plan
 
@@ -25,7 +27,10 @@ def routes_of(seed, ranks, experts, tokens, top_k, skew=0.0):
 
 
 def test_worked_examples():
-    assert schedule.plain_items(np.array([[40], [300]]), 0, 256, False) == [(0, 256, 0, 0, 0), (256, 84, 0, 0, 2)]
+    assert schedule.plain_items(np.array([[40], [300]]), 0, 256, False) == [
+        (0, 256, 0, 0, 0, True),
+        (256, 84, 0, 0, 2, True),
+    ]
     routes = np.zeros((2, 2, 1), dtype=int)
     routes[:, 0, 0] = 40, 300
     assert schedule.plain_segments(routes, 0, 4, False, 2) == [
@@ -37,33 +42,51 @@ def test_worked_examples():
     routes[:, :, 0] = [[1, 2], [1, 0]]
     experts = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
     assert schedule.plain_slots(experts, routes, 0).tolist() == [[-3, 0], [1, -1]]
+    sent = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)
+    assert schedule.plain_slots(experts, routes, 0, (sent, np.array([[1, 2], [1, 0]]))).tolist() == [[-3, 0], [1, -1]]
+    sends = np.array([[5, 1, 2], [3, 9, 4], [7, 6, 8]])
+    assert schedule.plain_sum_runs(sends, 1) == [(10, 6, 2, 7), (0, 1, 0, 0)]
+
+
+def sent_of(chosen, ranks, experts):
+    """The sent rows as the layout numbers them: each rank's [T, k] rows of first choices, and how many go where."""
+    slots, sends = [], np.zeros((ranks, ranks), dtype=np.int64)
+    for rank, routes in enumerate(chosen):
+        counted = placement.count_routes(routes, experts, ranks)
+        slots.append(placement.place_tokens(routes, torch.zeros(routes.shape), counted, ranks)[2])
+        sends[rank] = counted.counts[experts:-1].numpy()
+    return slots, sends
 
 
 CASES = [(2, 8, 700, 2, 0.0), (2, 16, 300, 4, 0.6), (4, 8, 500, 3, 0.3), (8, 64, 260, 8, 0.0), (2, 4, 3, 2, 0.0)]
 
 
+@pytest.mark.parametrize("panel_tiles", [0, 2])
 @pytest.mark.parametrize("aligns_owners", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_row_is_computed_once_and_travels_once(case, aligns_owners):
-    ranks, width = case[0], 600
+def test_every_row_is_computed_once_and_travels_once(case, aligns_owners, panel_tiles):
+    ranks, width = case[0], 900
     routes, chosen = routes_of(1, *case)
     landed = [{} for _ in range(ranks)]
     for rank in range(ranks):
         mine = routes[:, rank]
         column_tiles, num_rows = -(-width // schedule.TILE_N), int(mine.sum())
         covered, bands = np.zeros((num_rows, column_tiles), dtype=int), {}
-        local_began = False
+        stage = 0
         order = [(rank + 1 + i) % ranks for i in range(ranks)]
         owners = np.concatenate([np.repeat(order, mine[order, e]) for e in range(mine.shape[1])])
-        for row, rows, _, column, band in schedule.plain_items(mine, rank, width, aligns_owners):
+        for row, rows, _, column, band, of_remote in schedule.plain_items(
+            mine, rank, width, aligns_owners, panel_tiles
+        ):
             columns = [column] if rows > schedule.BAND else [c for c in (column, column + 1) if c < column_tiles]
             covered[row : row + rows, columns] += 1
             for start in range(0, rows, schedule.BAND):
                 for c in columns:
                     bands.setdefault(band + start // schedule.BAND, set()).add((row + start, c))
-            is_remote = (owners[row : row + rows] != rank).any()
-            assert not (is_remote and local_began), "a tile with remote rows comes after one without"
-            local_began |= not is_remote
+            assert of_remote == (owners[row : row + rows] != rank).any()
+            panel = {c // panel_tiles if panel_tiles else 0 for c in columns} if of_remote else {99}
+            assert panel == {max(panel)} and max(panel) >= stage, "panel by panel, tiles without remote rows at the end"
+            stage = max(panel)
         assert (covered == 1).all()
         assert all(len(tiles) == column_tiles for tiles in bands.values())
         assert all(len({row for row, _ in tiles}) == 1 for tiles in bands.values())
@@ -80,6 +103,7 @@ def test_every_row_is_computed_once_and_travels_once(case, aligns_owners):
             for i in range(rows):
                 assert landed[peer].setdefault(peer_row + i, (rank, row + i)) == (rank, row + i)
         assert end[-1] == parts and (sent == (owners != rank)).all()
+    check_sums(case, routes, chosen)
     # Every choice finds its own row: the one that the expert's rank made of that token.
     for rank in range(ranks):
         slots = schedule.plain_slots(chosen[rank], routes, rank)
@@ -98,25 +122,66 @@ def test_every_row_is_computed_once_and_travels_once(case, aligns_owners):
                 assert (landed[rank][slot] if home != rank else (rank, -2 - slot)) == (home, row)
 
 
+def check_sums(case, routes, chosen):
+    """Each sum lands in the one row that its token's owner reads for that rank."""
+    ranks, experts = case[:2]
+    slots, sends = sent_of(chosen, ranks, experts)
+    landed = [{} for _ in range(ranks)]
+    for rank in range(ranks):
+        for line, lines, peer, peer_row in schedule.plain_sum_runs(sends, rank):
+            assert line == sends[:peer, rank].sum() and lines == sends[peer, rank]
+            for i in range(lines):
+                assert landed[peer].setdefault(peer_row + i, (rank, i)) == (rank, i)
+    for rank in range(ranks):
+        found = schedule.plain_slots(chosen[rank], routes, rank, (slots[rank], sends))
+        visits = 0
+        for token, choices in enumerate(chosen[rank].tolist()):
+            seen = {}
+            for choice, expert in enumerate(choices):
+                home, slot = expert // (experts // ranks), int(found[token, choice])
+                if expert >= 0 and home != rank:
+                    assert (slot >= 0) == (home not in seen)
+                    if slot >= 0:
+                        seen[home] = landed[rank].pop(slot)
+                        assert seen[home][0] == home
+            visits += len(seen)
+        assert not landed[rank] and visits == sends[rank].sum() - sends[rank, rank]
+
+
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("aligns_owners", [False, True])
+@pytest.mark.parametrize("aligns_owners,num_panels", [(False, 1), (True, 1), (False, 2), (False, 5)])
 @pytest.mark.parametrize("width", [8, 512, 1288])
 @pytest.mark.parametrize("case", [*CASES, (8, 512, 2000, 8, 0.2), (1, 4, 300, 2, 0.0), (64, 128, 600, 4, 0.0)], ids=str)
-def test_kernels_equal_the_plain_twins(op, case, width, aligns_owners):
+def test_kernels_equal_the_plain_twins(op, case, width, aligns_owners, num_panels):
     ranks, experts, *_ = case
     routes, chosen = routes_of(2, *case)
+    slots, sends = sent_of(chosen, ranks, experts)
     counts = torch.zeros(ranks, experts + ranks + 1, dtype=torch.int32)
     counts[:, :experts] = torch.from_numpy(routes.reshape(ranks, -1))
-    for rank in {0, ranks - 1, ranks // 2}:
-        peers = Peers(None, rank, tuple(range(ranks)), 0.0, "test")
-        plan = Plan(peers, counts, counts.cuda(), *[None] * 7)
-        found = schedule.schedule(op, plan, chosen[rank].cuda(), width, 2 * width, aligns_owners, 3)
-        items = schedule.plain_items(routes[:, rank], rank, width, aligns_owners)
+    counts[:, experts:-1] = torch.from_numpy(sends)
+    done = torch.arange(100, 100 + num_panels, dtype=torch.int32, device="cuda")
+    for rank, sums in {(0, False), (ranks - 1, True), (ranks // 2, True)}:
+        plan = Plan(Peers(None, rank, tuple(range(ranks)), 0.0, "test"), counts, counts.cuda(), *[None] * 7)
+        plan = dataclasses.replace(plan, token_slots=slots[rank].cuda())
+        returns = schedule.Returns(sums, aligns_owners, 3, num_panels)
+        found = schedule.schedule(op, plan, chosen[rank].cuda(), width, 2 * width, returns, done)
+        tiles = returns.panel_tiles(width)
+        items = schedule.plain_items(routes[:, rank], rank, width, aligns_owners, tiles)
         got = found.items.view(-1, 4)[: int(found.num_items[0])].tolist()
-        assert [(r, n, z & 0xFFFF, z >> 16 & 0xFFFF, band) for r, n, z, band in got] == items
+        assert [(r, n, z & 0x7FFF, z >> 16 & 0xFFFF, band, bool(z & 0x8000)) for r, n, z, band in got] == items
         segments = schedule.plain_segments(routes, rank, 2 * width, aligns_owners, 3)
         assert int(found.num_segments[0]) == len(segments) - 1
         assert [tuple(s[:7]) for s in found.segments.view(-1, 8)[: len(segments)].tolist()] == segments
         assert len(items) * 4 <= found.items.numel() and len(segments) * 8 <= found.segments.numel()
-        assert max((band + (n > 128) for _, n, _, _, band in items), default=-1) < found.num_bands
-        assert torch.equal(found.slots.cpu(), schedule.plain_slots(chosen[rank], routes, rank))
+        assert max((band + (n > 128) for _, n, _, _, band, _ in items), default=-1) < found.num_bands
+        runs = schedule.plain_sum_runs(sends, rank)
+        assert [tuple(run) for run in found.sum_runs.view(-1, 4)[: ranks - 1].tolist()] == runs
+        finished = [0] * num_panels
+        for _, rows, _, column, _, of_remote in items:
+            for c in [column, column] if rows > schedule.BAND else [column, column + 1]:
+                finished[c // tiles if c < -(-width // schedule.TILE_N) else 0] += of_remote and c < -(
+                    -width // schedule.TILE_N
+                )
+        assert [t - d for t, d in zip(found.panel_targets.tolist(), done.tolist())] == finished
+        sent = (slots[rank], sends) if sums else None
+        assert torch.equal(found.slots.cpu(), schedule.plain_slots(chosen[rank], routes, rank, sent))

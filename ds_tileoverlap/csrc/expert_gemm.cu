@@ -2,10 +2,11 @@
 // of rows, one column tile) or, for the last band of an expert, operand A (one band, two column tiles). The shared
 // operand is loaded once, half by each CTA, and multicast.
 //
-//   scheduler   one thread of CTA 0: claims items and hands them to both CTAs through a queue
 //   loader      one thread a CTA: fills a ring of shared-memory stages
+//   clerk       one thread a CTA: claims items and hands them to both CTAs through a queue (in CTA 0 only), and
+//               publishes what is finished, so that no math warp waits for memory
+//   2 couriers  a warp each: carry finished rows to their owners
 //   2 x math    a warpgroup each for 64 rows: WGMMA, then registers -> global memory while the other one multiplies
-//   announcer   one warp a CTA: publishes the ready signals, so that no math warp waits for memory
 #include "expert_gemm.cuh"
 
 #include "ptx.cuh"
@@ -17,9 +18,11 @@ namespace {
 constexpr int TILE_M = 128, TILE_N = 256, TILE_K = 64;
 constexpr int STAGES = 4, QUEUE = 3;
 constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP;
+constexpr int REGISTERS = 88, MATH_REGISTERS = 208;
+constexpr int LOADER = 0, CLERK = 1, NUM_COURIERS = 2;  // warps of the first warpgroup; the rest are couriers
 constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
-// Warps that read the queue: the loader, the announcer and eight math warps in each CTA.
+// Warps that read the queue: the loader, the clerk and eight math warps in each CTA.
 constexpr int QUEUE_READERS = 2 * 10;
 
 struct Shared {
@@ -32,16 +35,15 @@ struct Shared {
 // One CTA's view of an item.
 struct Tile {
     int row, rows, expert, column, band, column_tile;
-    bool is_last, shares_b;
-    int first_row;  // of the item
+    bool is_last, shares_b, is_remote;
 };
 
 __device__ __forceinline__ Tile tile_of(int4 raw, uint32_t rank) {
     Tile tile;
     tile.is_last = raw.x < 0;
-    tile.first_row = raw.x;
     tile.shares_b = raw.y > TILE_M;
-    tile.expert = raw.z & 0xffff;
+    tile.expert = raw.z & (TILEOVERLAP_REMOTE - 1);
+    tile.is_remote = raw.z & TILEOVERLAP_REMOTE;
     int second = tile.shares_b ? rank : 0;
     tile.row = raw.x + second * TILE_M;
     tile.rows = min(raw.y - second * TILE_M, TILE_M);
@@ -63,10 +65,17 @@ struct QueueReader {
     __device__ __forceinline__ void release(Shared& shared) { barrier_arrive_in_cta(&shared.item_empty[ring.slot], 0); }
 };
 
-__device__ void schedule(Shared& shared, const int4* items, const int* num_items, int* claimed, int num_clusters) {
-    Ring<QUEUE> ring;
-    int count = *num_items;
-    while (true) {
+// Claims items for the cluster; one thread of CTA 0.
+struct Scheduler {
+    const int4* items;
+    int count;
+    int* claimed;
+    int num_clusters;
+    Ring<QUEUE> ring{};
+    bool ended = false;
+
+    __device__ void send_next(Shared& shared) {
+        if (ended) return;
         int claim = atomicAdd(claimed, 1);
         int4 item = claim < count ? __ldg(items + claim) : make_int4(-1, 0, 0, 0);
         // Every cluster is refused once; the last one to be leaves the counter as it was found.
@@ -75,9 +84,9 @@ __device__ void schedule(Shared& shared, const int4* items, const int* num_items
         send_16(&shared.items[ring.slot], item, &shared.item_full[ring.slot], 0);
         send_16(&shared.items[ring.slot], item, &shared.item_full[ring.slot], 1);
         ring.advance();
-        if (claim >= count) return;
+        ended = claim >= count;
     }
-}
+};
 
 template <int B_TRANSPOSED>
 __device__ void load(Shared& shared, uint8_t* stages, const CUtensorMap* a_map, const CUtensorMap* b_maps,
@@ -224,9 +233,11 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int
 }
 
 // Keeps its place in the queue until both warpgroups have stored, so none of them is ever a whole queue ahead of it.
-__device__ void announce(Shared& shared, uint32_t* signals, uint32_t epoch, int n, uint32_t rank) {
+__device__ void keep_books(Shared& shared, Scheduler scheduler, uint32_t* signals, uint32_t* panel_done,
+                           int panel_tiles, uint32_t epoch, int n, uint32_t rank) {
     QueueReader queue;
     int column_tiles = (n + TILE_N - 1) / TILE_N;
+    for (int i = 0; i < QUEUE && rank == 0; i++) scheduler.send_next(shared);
     while (true) {
         Tile tile = tile_of(queue.read(shared), rank);
         if (tile.is_last) return;
@@ -235,15 +246,19 @@ __device__ void announce(Shared& shared, uint32_t* signals, uint32_t epoch, int 
             if (signals != nullptr && tile.column < n)
                 publish(signals + (static_cast<size_t>(tile.band) * column_tiles + tile.column_tile) * 2 + group, epoch);
         }
+        if (panel_done != nullptr && tile.is_remote && tile.column < n)
+            add_to(panel_done + tile.column_tile / panel_tiles, 1);
         queue.release(shared);
         queue.ring.advance();
+        if (rank == 0) scheduler.send_next(shared);
     }
 }
 
 template <typename T, int B_TRANSPOSED>
 __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
     expert_gemm(const __grid_constant__ CUtensorMap a_map, const CUtensorMap* b_maps, T* c, const int4* items,
-                const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, int n, int k) {
+                const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, uint32_t* panel_done,
+                int panel_tiles, int n, int k, const __grid_constant__ TileOverlapCourier courier) {
     extern __shared__ uint8_t dynamic[];
     __shared__ Shared shared;
     uint8_t* stages = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(dynamic) + 1023) & ~uintptr_t{1023});
@@ -266,13 +281,20 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
     cluster_sync();
 
     if (group == 0) {
-        give_registers<40>();
-        if (threadIdx.x == 0) load<B_TRANSPOSED>(shared, stages, &a_map, b_maps, num_blocks, rank);
-        if (threadIdx.x == 32 && rank == 0) schedule(shared, items, num_items, claimed, gridDim.x / 2);
-        if (threadIdx.x == 64) announce(shared, signals, signals ? *epoch : 0, n, rank);
+        give_registers<REGISTERS>();
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        if (warp == LOADER) {
+            if (lane == 0) load<B_TRANSPOSED>(shared, stages, &a_map, b_maps, num_blocks, rank);
+        } else if (warp == CLERK) {
+            Scheduler scheduler = {items, *num_items, claimed, static_cast<int>(gridDim.x / 2)};
+            if (lane == 0)
+                keep_books(shared, scheduler, signals, panel_done, panel_tiles, signals ? *epoch : 0, n, rank);
+        } else {
+            run_courier<T>(courier, gridDim.x * NUM_COURIERS);
+        }
         __syncwarp();
     } else {
-        take_registers<232>();
+        take_registers<MATH_REGISTERS>();
         multiply<T, B_TRANSPOSED>(shared, stages, c, n, num_blocks, group - 1, rank);
     }
     cluster_sync();  // no CTA leaves while the other may still write to its shared memory
@@ -304,7 +326,7 @@ int encode(CUtensorMap* map, const void* matrix, uint64_t rows, uint64_t columns
 }
 
 template <typename T, int B_TRANSPOSED>
-int launch(const TileOverlapGemm& gemm, cudaStream_t stream) {
+int launch(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, cudaStream_t stream) {
     CUtensorMap a_map;
     if (int error = encode(&a_map, gemm.a, gemm.num_rows, gemm.k, TILE_M / 2, gemm.is_half)) return error;
     auto kernel = expert_gemm<T, B_TRANSPOSED>;
@@ -313,8 +335,8 @@ int launch(const TileOverlapGemm& gemm, cudaStream_t stream) {
     if (prepared) return prepared;
     kernel<<<gemm.num_sms / 2 * 2, THREADS, SHARED_BYTES, stream>>>(
         a_map, static_cast<const CUtensorMap*>(gemm.b_maps), static_cast<T*>(gemm.c),
-        reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals, gemm.epoch, gemm.n,
-        gemm.k);
+        reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals, gemm.epoch,
+        gemm.panel_done, gemm.panel_tiles, gemm.n, gemm.k, courier);
     return cudaGetLastError();
 }
 
@@ -332,10 +354,13 @@ extern "C" int tileoverlap_encode_weights(void* maps, const void* const* weights
     return 0;
 }
 
-extern "C" int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, cudaStream_t stream) {
+extern "C" int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapCourier* courier,
+                                       cudaStream_t stream) {
     using namespace tileoverlap;
     if (gemm->num_rows == 0) return 0;
     if (gemm->is_half)
-        return gemm->b_is_transposed ? launch<__half, 1>(*gemm, stream) : launch<__half, 0>(*gemm, stream);
-    return gemm->b_is_transposed ? launch<__nv_bfloat16, 1>(*gemm, stream) : launch<__nv_bfloat16, 0>(*gemm, stream);
+        return gemm->b_is_transposed ? launch<__half, 1>(*gemm, *courier, stream)
+                                     : launch<__half, 0>(*gemm, *courier, stream);
+    return gemm->b_is_transposed ? launch<__nv_bfloat16, 1>(*gemm, *courier, stream)
+                                 : launch<__nv_bfloat16, 0>(*gemm, *courier, stream);
 }

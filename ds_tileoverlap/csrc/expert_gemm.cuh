@@ -4,16 +4,20 @@
 
 #include <cstdint>
 
+#include "courier.cuh"
+
 extern "C" {
 
 // One piece of work for a cluster of two CTAs.
 struct TileOverlapItem {
     int row;               // first row
     int rows;              // rows of the expert from there on, 1 to 256
-    uint16_t expert;       // whose B
+    uint16_t expert;       // whose B; TILEOVERLAP_REMOTE is added where rows of the item have to travel
     uint16_t column_tile;  // first column / 256
     int band;              // index of the first row's band in the ready signals
 };
+
+enum { TILEOVERLAP_REMOTE = 0x8000 };
 
 struct TileOverlapGemm {
     const void* a;           // [num_rows, k], contiguous
@@ -24,6 +28,8 @@ struct TileOverlapGemm {
     int* claimed;            // on the device; 0 before and after every call
     uint32_t* signals;       // [bands, ceil(n / 256), 2] on the device, or null
     const uint32_t* epoch;   // on the device; the value that a finished half tile writes to its signal
+    uint32_t* panel_done;    // [panels] on the device, or null: counts finished tiles of items with rows that travel
+    int panel_tiles;         // column tiles in a panel
     int num_rows, n, k;
     int is_half;             // 0: bfloat16, 1: float16
     int b_is_transposed;     // 0: B_e is [n, k], 1: B_e is [k, n]
@@ -34,5 +40,6 @@ struct TileOverlapGemm {
 int tileoverlap_encode_weights(void* maps, const void* const* weights, int count, int64_t rows, int64_t columns,
                                int is_half, int b_is_transposed);
 // Enqueues the GEMM. Both return a CUresult / cudaError_t, 0 for success.
-int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, cudaStream_t stream);
+// The couriers' errand is run by two warps of each CTA.
+int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapCourier* courier, cudaStream_t stream);
 }

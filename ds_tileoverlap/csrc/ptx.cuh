@@ -124,31 +124,6 @@ __device__ __forceinline__ void send_16(void* to, int4 value, uint64_t* barrier,
         : "memory");
 }
 
-// Plain runs of bytes, a multiple of 16, between global and shared memory.
-__device__ __forceinline__ void load_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
-}
-__device__ __forceinline__ void store_bulk(void* to, const void* from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-                 "r"(bytes)
-                 : "memory");
-}
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the last PENDING stores have read their source, or are complete.
-template <int PENDING>
-__device__ __forceinline__ void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void bulk_wait() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-// Between ordinary accesses and those of the bulk copy engine to the same global memory.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // --- warpgroup matrix multiply --------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -197,11 +172,8 @@ __device__ __forceinline__ uint32_t pack(float low, float high, __half) {
     return *reinterpret_cast<uint32_t*>(&pair);
 }
 
-// --- named barriers, registers --------------------------------------------------------------------------------------
+// --- registers ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));

@@ -49,7 +49,7 @@ __device__ int last_not_above(const int* values, int n, int value) {
 // Rows of one expert that share tiles: all of them, or those of one owner.
 struct Runs {
     int row[MAX_RUNS], rows[MAX_RUNS], remote[MAX_RUNS], band[MAX_RUNS];
-    int first_item[2 * MAX_RUNS];  // of the remote part of each run in order, then of the local parts
+    int first_item[(TILEOVERLAP_MAX_PANELS + 1) * MAX_RUNS];  // of each run in order, panel by panel, then of its local part
     int order[MAX_RUNS];           // place in the schedule -> run
     int expert_remote[MAX_RUNS], expert_row[MAX_RUNS];
     int segments[MAX_RUNS], parts[MAX_RUNS];
@@ -62,6 +62,7 @@ struct PairRange {
         int pairs = end - first;
         return has_single ? (pairs - 1) * column_tiles + (column_tiles + 1) / 2 : pairs * column_tiles;
     }
+    __device__ int num_bands() const { return 2 * (end - first) - has_single; }
 };
 
 __device__ PairRange pairs_of(int rows, int remote, bool of_remote) {
@@ -106,30 +107,44 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
     scan(runs.band, num_runs);
     scan(runs.expert_row, local);
 
-    for (int i = threadIdx.x; i < 2 * num_runs; i += THREADS) {
-        int r = runs.order[i % num_runs];
-        runs.first_item[i] = pairs_of(runs.rows[r], runs.remote[r], i < num_runs).num_items(column_tiles);
+    // Remote rows first, panel by panel; then all columns of the local ones.
+    int num_phases = (args.num_panels + 1) * num_runs;
+    auto is_of_remote = [&](int phase) { return phase / num_runs < args.num_panels; };
+    auto first_tile = [&](int phase) { return is_of_remote(phase) ? phase / num_runs * args.panel_tiles : 0; };
+    auto tiles = [&](int phase) {
+        return is_of_remote(phase) ? max(min(args.panel_tiles, column_tiles - first_tile(phase)), 0) : column_tiles;
+    };
+    auto pairs = [&](int phase) {
+        int r = runs.order[phase % num_runs];
+        return pairs_of(runs.rows[r], runs.remote[r], is_of_remote(phase));
+    };
+    for (int i = threadIdx.x; i < num_phases; i += THREADS) runs.first_item[i] = pairs(i).num_items(tiles(i));
+    for (int panel = threadIdx.x; panel < args.num_panels; panel += THREADS) {
+        uint32_t done = 0;
+        for (int i = panel * num_runs; i < (panel + 1) * num_runs; i++) done += pairs(i).num_bands() * tiles(i);
+        args.panel_targets[panel] = args.panel_done[panel] + done;
     }
     __syncthreads();
-    int num_items = scan(runs.first_item, 2 * num_runs);
+    int num_items = scan(runs.first_item, num_phases);
     if (threadIdx.x == 0) *args.num_items = num_items;
     for (int i = threadIdx.x; i < num_items; i += THREADS) {
-        int part = last_not_above(runs.first_item, 2 * num_runs, i), r = runs.order[part % num_runs];
-        PairRange range = pairs_of(runs.rows[r], runs.remote[r], part < num_runs);
-        int full = range.end - range.first - range.has_single, at = i - runs.first_item[part];
+        int phase = last_not_above(runs.first_item, num_phases, i), r = runs.order[phase % num_runs];
+        PairRange range = pairs(phase);
+        int columns = tiles(phase), full = range.end - range.first - range.has_single, at = i - runs.first_item[phase];
         int pair, column_tile;
-        if (at < full * column_tiles) {
-            int group = at / (PAIRS_AT_ONCE * column_tiles), size = min(PAIRS_AT_ONCE, full - group * PAIRS_AT_ONCE);
-            at -= group * PAIRS_AT_ONCE * column_tiles;
+        if (at < full * columns) {
+            int group = at / (PAIRS_AT_ONCE * columns), size = min(PAIRS_AT_ONCE, full - group * PAIRS_AT_ONCE);
+            at -= group * PAIRS_AT_ONCE * columns;
             pair = range.first + group * PAIRS_AT_ONCE + at % size;
             column_tile = at / size;
         } else {
             pair = range.end - 1;
-            column_tile = 2 * (at - full * column_tiles);
+            column_tile = 2 * (at - full * columns);
         }
+        int flag = is_of_remote(phase) ? TILEOVERLAP_REMOTE : 0;
         args.items[i] = {runs.row[r] + pair * PAIR, min(runs.rows[r] - pair * PAIR, PAIR),
-                         static_cast<uint16_t>(r / per_expert), static_cast<uint16_t>(column_tile),
-                         runs.band[r] + pair * 2};
+                         static_cast<uint16_t>(r / per_expert | flag),
+                         static_cast<uint16_t>(first_tile(phase) + column_tile), runs.band[r] + pair * 2};
     }
 
     // Segments, for each expert in order and each remote owner.
@@ -186,6 +201,15 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
     if (threadIdx.x == 0) {
         *args.num_segments = num_segments;
         args.segments[num_segments] = {0, 0, 0, 0, 0, 0, num_parts, 0};
+    }
+
+    // Sums: the received rows of each remote owner, in the order in which it sent them.
+    auto sends = [&](int from, int to) { return args.counts[from * args.counts_stride + args.num_experts + to]; };
+    for (int i = threadIdx.x; i < remotes; i += THREADS) {
+        int peer = owner(i), line = 0, peer_row = 0;
+        for (int r = 0; r < peer; r++) line += sends(r, args.rank);
+        for (int r = 0; r < args.rank; r++) peer_row += r == peer ? 0 : sends(peer, r);
+        args.sum_runs[i] = {line, sends(peer, args.rank), peer, peer_row};
     }
 
     // Slots: this rank's routes to remote experts lie in its receive buffer one expert after the other.
@@ -249,6 +273,11 @@ __global__ void __launch_bounds__(TILEOVERLAP_SLOT_TOKENS) place_slots(const __g
             int word = threadIdx.x / 32 * args.num_experts + expert, base = args.slot_bases[expert];
             int place = before[word] + __popc(words[word] & ((1u << threadIdx.x % 32) - 1));
             slot = base < 0 ? base - place : base + place;
+            if (base >= 0 && args.token_slots != nullptr) {
+                slot = args.token_slots[at];
+                // Nothing comes back from this rank itself.
+                if (slot >= args.own_end) slot -= args.own_end - args.own_first;
+            }
         }
         args.slots[at] = slot;
     }

@@ -27,6 +27,9 @@ namespace tileoverlap {
 __device__ __forceinline__ void publish(uint32_t* signal, uint32_t epoch) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(signal), "r"(epoch) : "memory");
 }
+__device__ __forceinline__ void add_to(uint32_t* counter, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
 __device__ __forceinline__ void publish_to_peer(uint32_t* signal, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(signal), "r"(value) : "memory");
 }
@@ -56,12 +59,12 @@ __device__ __forceinline__ uint64_t nanoseconds() {
 
 // Polls until the condition holds for the calling thread or the limit passes; true where it holds.
 template <typename Condition>
-__device__ __forceinline__ bool wait_until(Condition holds, uint64_t limit_ns) {
+__device__ __forceinline__ bool wait_until(Condition holds, uint64_t limit_ns, uint32_t pause_ns = 32) {
     if (holds()) return true;
     uint64_t start = nanoseconds();
     while (!holds()) {
         if (nanoseconds() - start > limit_ns) return false;
-        __nanosleep(32);
+        __nanosleep(pause_ns);
     }
     return true;
 }

@@ -1,0 +1,250 @@
+// Couriers: warps that carry rows to peers while a GEMM makes them. They are spare warps of the GEMM's own CTAs, or all
+// warps of CTAs that have an SM to themselves.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "tile_signal.cuh"
+
+extern "C" {
+
+// A run of rows that go to one peer.
+struct TileOverlapSegment {
+    int row, rows;    // where they lie in the GEMM's result
+    int peer;         // place in the group
+    int peer_row;     // where they go in the peer's receive buffer
+    int band, bands;  // whose ready signals they wait for
+    int first_part;   // how many parts of TILEOVERLAP_PART bytes the segments before it have
+    int unused;
+};
+
+// Sums that go to one peer: those of consecutive lines of an index.
+struct TileOverlapSumRun {
+    int line, lines;
+    int peer;
+    int peer_row;
+};
+
+enum { TILEOVERLAP_PART = 8192, TILEOVERLAP_SUM_LINES = 2, TILEOVERLAP_MAX_PEERS = 128, TILEOVERLAP_MAX_PANELS = 16 };
+enum TileOverlapErrand { NOTHING = 0, RETURN_ROWS = 1, RETURN_SUMS = 2 };
+
+struct TileOverlapCourier {
+    int errand;                          // a TileOverlapErrand
+    const void* rows;                    // the GEMM's result, contiguous
+    int row_bytes;                       // a multiple of 16
+    int num_peers, rank;
+    // RETURN_ROWS: every row on its own, segment by segment.
+    const TileOverlapSegment* segments;  // one more than there are; the last one's first_part is the number of parts
+    const int* num_segments;
+    const uint32_t* signals;             // [bands, signals_per_band], see TileOverlapGemm
+    int signals_per_band;
+    // RETURN_SUMS: the sum of the rows that a line of the index names, panel of columns by panel.
+    const int* index;                    // [.., num_choices] rows, -1: none
+    int num_choices;
+    const TileOverlapSumRun* runs;       // [num_peers - 1]
+    const uint32_t* panel_done;          // see TileOverlapGemm
+    const uint32_t* panel_targets;       // [num_panels]
+    int num_panels, panel_bytes;
+    // The peers.
+    void* const* peer_buffers;           // [num_peers] where each peer receives
+    uint32_t* const* peer_arrived;       // [num_peers] the word in which each peer counts what came from here, 16 bytes a count
+    const uint32_t* peer_consumed;       // [num_peers] the last epoch whose rows each peer has read, written by the peer
+    int64_t generation_bytes;            // size of one of the two halves of a receive buffer, used in turn
+    const uint32_t* epoch;
+    int* claimed;                        // 0 before and after every call
+    TileOverlapFailure* failure;
+    uint64_t limit_ns;
+};
+}
+
+#ifdef __CUDACC__
+
+#include "ptx.cuh"
+
+namespace tileoverlap {
+
+// Halves of a receive buffer: the half of this epoch was last used so many epochs ago.
+constexpr uint32_t GENERATIONS = 2;
+
+__device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
+    return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair));
+}
+__device__ __forceinline__ float2 unpack(uint32_t pair, __half) { return __half22float2(*reinterpret_cast<__half2*>(&pair)); }
+
+// Adds eight values of 16 bits to float sums.
+template <typename T>
+__device__ __forceinline__ void add_8(float (&sums)[8], uint4 values) {
+    uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float2 pair = unpack(words[i], T{});
+        sums[2 * i] += pair.x;
+        sums[2 * i + 1] += pair.y;
+    }
+}
+template <typename T>
+__device__ __forceinline__ uint4 pack_8(const float (&sums)[8]) {
+    return make_uint4(pack(sums[0], sums[1], T{}), pack(sums[2], sums[3], T{}), pack(sums[4], sums[5], T{}),
+                      pack(sums[6], sums[7], T{}));
+}
+
+// One warp's state: which peer it writes to, and what it has not announced there yet.
+class Courier {
+public:
+    __device__ Courier(const TileOverlapCourier& args) : args(args), epoch(*args.epoch), lane(threadIdx.x % 32) {}
+
+    // The next of num_parts pieces of work; -1 when there are no more. num_warps couriers claim in all.
+    __device__ int claim(int num_parts, int num_warps) {
+        if (!has_claimed && lane == 0) next = atomicAdd(args.claimed, 1);
+        has_claimed = true;
+        int part = __shfl_sync(~0u, next, 0);
+        // Every warp is refused once; the last one to be leaves the counter as it was found.
+        if (lane == 0 && part == num_parts + num_warps - 1) *args.claimed = 0;
+        if (part >= num_parts) return -1;
+        if (lane == 0) next = atomicAdd(args.claimed, 1);  // its answer comes while this part is carried
+        return part;
+    }
+
+    // Where a row of the peer's receive buffer lies, once that half of it may be overwritten; null after a deadline.
+    __device__ char* to(int new_peer, int row) {
+        if (new_peer != peer) {
+            announce();
+            peer = new_peer;
+            const uint32_t* consumed = args.peer_consumed + peer;
+            bool free = wait_until([&] { return reached(read_peer_signal(consumed), epoch - GENERATIONS); }, args.limit_ns);
+            if (!free) fail(PEER_CONSUMED, 0, epoch - GENERATIONS, read_peer_signal(consumed));
+        }
+        return static_cast<char*>(args.peer_buffers[peer]) + epoch % GENERATIONS * args.generation_bytes +
+               static_cast<int64_t>(row) * args.row_bytes;
+    }
+
+    __device__ void sent(int bytes) { unannounced += bytes / 16; }
+
+    // Says at the peer how much has come. All lanes' stores before it are visible to who reads the count.
+    __device__ void announce() {
+        __syncwarp();
+        if (unannounced && lane == 0) add_to_peer(args.peer_arrived[peer], unannounced);
+        unannounced = 0;
+    }
+
+    __device__ void fail(TileOverlapWait kind, int place, uint32_t expected, uint32_t seen) {
+        report(args.failure, kind, kind == TILE_READY ? args.rank : peer, place, expected, seen);
+        in_time = false;
+    }
+
+    const TileOverlapCourier& args;
+    const uint32_t epoch;
+    const int lane;
+    bool in_time = true;
+
+private:
+    int next = 0, peer = -1;
+    uint32_t unannounced = 0;
+    bool has_claimed = false;
+};
+
+__device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int num_warps) {
+    constexpr int AT_ONCE = 8;
+    Courier courier(args);
+    int current = 0, ready = -1, num_parts = args.segments[*args.num_segments].first_part;
+    for (int part; (part = courier.claim(num_parts, num_warps)) >= 0;) {
+        while (part >= args.segments[current + 1].first_part) current++;
+        TileOverlapSegment segment = args.segments[current];
+        if (ready != current && courier.in_time) {
+            const uint32_t* signals = args.signals + static_cast<size_t>(segment.band) * args.signals_per_band;
+            for (int i = courier.lane; i < segment.bands * args.signals_per_band; i += 32)
+                if (!wait_until([&] { return reached(read_signal(signals + i), courier.epoch); }, args.limit_ns)) {
+                    courier.fail(TILE_READY, segment.band + i / args.signals_per_band, courier.epoch, read_signal(signals + i));
+                    break;
+                }
+            ready = current;
+        }
+        int64_t start = static_cast<int64_t>(part - segment.first_part) * TILEOVERLAP_PART;
+        int bytes = static_cast<int>(
+            min(static_cast<int64_t>(segment.rows) * args.row_bytes - start, static_cast<int64_t>(TILEOVERLAP_PART)));
+        char* to = courier.to(segment.peer, segment.peer_row) + start;
+        const char* from = static_cast<const char*>(args.rows) + static_cast<int64_t>(segment.row) * args.row_bytes + start;
+        // After a deadline the rest is claimed but not sent: the owner reports what did not come.
+        courier.in_time = __all_sync(~0u, courier.in_time);
+        if (!courier.in_time) continue;
+        for (int at = courier.lane * 16; at < bytes; at += 32 * 16 * AT_ONCE) {
+            uint4 values[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                if (at + i * 512 < bytes) values[i] = __ldcg(reinterpret_cast<const uint4*>(from + at + i * 512));
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                if (at + i * 512 < bytes) *reinterpret_cast<uint4*>(to + at + i * 512) = values[i];
+        }
+        courier.sent(bytes);
+    }
+    courier.announce();
+}
+
+template <typename T>
+__device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int num_warps) {
+    constexpr int VECTORS = 2, AT_ONCE = 4;
+    Courier courier(args);
+    int num_lines = 0, ready = -1;
+    for (int i = 0; i + 1 < args.num_peers; i++) num_lines += args.runs[i].lines;
+    int blocks = (num_lines + TILEOVERLAP_SUM_LINES - 1) / TILEOVERLAP_SUM_LINES;
+    for (int part; (part = courier.claim(blocks * args.num_panels, num_warps)) >= 0;) {
+        int panel = part / blocks, first = part % blocks * TILEOVERLAP_SUM_LINES;
+        if (panel != ready && courier.in_time) {
+            const uint32_t* done = args.panel_done + panel;
+            uint32_t target = args.panel_targets[panel];
+            // Every courier looks at the same word: not too often.
+            if (!wait_until([&] { return reached(read_signal(done), target); }, args.limit_ns, 256))
+                courier.fail(TILE_READY, panel, target, read_signal(done));
+            ready = panel;
+        }
+        int from_byte = panel * args.panel_bytes, to_byte = min(from_byte + args.panel_bytes, args.row_bytes);
+        for (int i = first; i < min(first + TILEOVERLAP_SUM_LINES, num_lines); i++) {
+            int run = 0, in_run = i;
+            while (in_run >= args.runs[run].lines) in_run -= args.runs[run++].lines;
+            TileOverlapSumRun of = args.runs[run];
+            char* to = courier.to(of.peer, of.peer_row + in_run);
+            courier.in_time = __all_sync(~0u, courier.in_time);
+            if (!courier.in_time) continue;
+            const int* line = args.index + static_cast<int64_t>(of.line + in_run) * args.num_choices;
+            for (int at = from_byte + courier.lane * 16; at < to_byte; at += 512 * VECTORS) {
+                float sums[VECTORS][8] = {};
+                for (int choice = 0; choice < args.num_choices; choice += AT_ONCE) {
+                    uint4 values[AT_ONCE][VECTORS];
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; j++) {
+                        int row = choice + j < args.num_choices ? __ldg(line + choice + j) : -1;
+                        const char* from = static_cast<const char*>(args.rows) + static_cast<int64_t>(row) * args.row_bytes + at;
+#pragma unroll
+                        for (int v = 0; v < VECTORS; v++) {
+                            values[j][v] = make_uint4(0, 0, 0, 0);
+                            if (row >= 0 && at + v * 512 < to_byte)
+                                values[j][v] = __ldcg(reinterpret_cast<const uint4*>(from + v * 512));
+                        }
+                    }
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+                        for (int v = 0; v < VECTORS; v++) add_8<T>(sums[v], values[j][v]);
+                }
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++)
+                    if (at + v * 512 < to_byte) *reinterpret_cast<uint4*>(to + at + v * 512) = pack_8<T>(sums[v]);
+            }
+            courier.sent(to_byte - from_byte);
+        }
+    }
+    courier.announce();
+}
+
+// Runs one warp's share of the errand.
+template <typename T>
+__device__ __forceinline__ void run_courier(const TileOverlapCourier& args, int num_warps) {
+    if (args.errand == RETURN_ROWS) return_rows(args, num_warps);
+    if (args.errand == RETURN_SUMS) return_sums<T>(args, num_warps);
+}
+
+}  // namespace tileoverlap
+
+#endif
