@@ -70,7 +70,7 @@ def peers_of(
     if timeout_s is not None and timeout_s > own_s:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         own_s = timeout_s
-    return Peers(group, dist.get_rank(group), tuple(dist.get_all_ranks_from_group(group)), own_s, layer)
+    return Peers(group, dist.get_rank(group), tuple(torch.distributed.get_process_group_ranks(group)), own_s, layer)
 
 
 def all_gather_counts(counts: torch.Tensor, peers: Peers) -> torch.Tensor:
