@@ -10,10 +10,10 @@ import deepspeed
 import torch
 from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from deepspeed.utils import log_dist
 
 from .config import BLOCK, TileOverlapConfig, parse
 from .layer import MoE, TileMOELayer, adopt, refusal, release
+from .log import say
 
 _deepspeed_initialize = deepspeed.initialize
 
@@ -54,7 +54,7 @@ def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
         config, layers = TileOverlapConfig(enabled=True), {n: m for n, m in layers.items() if isinstance(m, MoE)}
     if not config.enabled:
         if any(type(layer.deepspeed_moe) is TileMOELayer for layer in layers.values()):
-            log_dist(f"tile_overlap: off by {BLOCK}.enabled; {len(layers)} MoE layers run as DeepSpeed's own", [0])
+            say(f"off by {BLOCK}.enabled; {len(layers)} MoE layers run as DeepSpeed's own")
         for layer in layers.values():
             release(layer)
         return 0
@@ -64,7 +64,7 @@ def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
     for name, layer in layers.items():
         adopt(layer, config, name)
     if layers:
-        log_dist(f"tile_overlap: {len(layers)} MoE layers on backend {_chosen(config)}", [0])
+        say(f"{len(layers)} MoE layers on backend {_chosen(config)}")
     return len(layers)
 
 
@@ -75,7 +75,7 @@ def install() -> None:
 
 def _chosen(config: TileOverlapConfig) -> str:
     if config.backend == "auto":
-        return "'sequential' (auto: the only one in this version that runs grouped GEMMs)"
+        return "'auto' (overlap where the whole expert-parallel group can, otherwise sequential)"
     return f"'{config.backend}' (as configured)"
 
 

@@ -10,7 +10,7 @@ from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
-from deepspeed.utils import groups, logger
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
@@ -19,6 +19,7 @@ from .config import TileOverlapConfig
 from .exchange import Peers, peers_of
 from .layout import Plan, layout
 from .local_experts import LocalExperts
+from .log import say
 from .route import Routes, route
 from .stages import Stages
 
@@ -87,7 +88,7 @@ class TileMOELayer(MOELayer):
         experts = run.experts(self.experts.deepspeed_experts)
         peers = run.peers(self.ep_group, x.device)
         _check_dtype(x, experts, run.name)
-        can_overlap = run.can_overlap(x, experts, peers, self.ep_size * self.num_local_experts)
+        can_overlap = run.can_overlap(x, experts, peers, self.ep_size * self.num_local_experts, self.gate.k)
 
         stages = Stages(self)
         with stages("moe"):
@@ -122,13 +123,16 @@ class LayerRuntime:
     Attributes:
         config: the options of the ``tile_overlap`` block.
         name: the layer's name in the model.
+        backend: the one that ran the last forward; before the first, what the config says.
     """
 
     def __init__(self, config: TileOverlapConfig, name: str):
         self.config = config
         self.name = name
+        self.backend: str = config.backend
         self._experts: LocalExperts | None = None
         self._peers: Peers | None = None
+        self._reason: str | None = None
         self._said: set[str] = set()
 
     def experts(self, modules: nn.ModuleList) -> LocalExperts:
@@ -142,25 +146,27 @@ class LayerRuntime:
             self._peers = peers_of(group, device, self.config.timeout_s, self.name)
         return self._peers
 
-    def can_overlap(self, x: torch.Tensor, experts: LocalExperts, peers: Peers, num_experts: int) -> bool:
+    def can_overlap(self, x: torch.Tensor, experts: LocalExperts, peers: Peers, num_experts: int, top_k: int) -> bool:
         """Whether this rank can run the overlap backend now. What all of them do is decided by the exchanged counts."""
         if self.config.backend not in ("auto", "overlap"):
             return False
         group = overlap.group_of(peers, x.device)
         if group.op is None:
             return False
-        reason = overlap.refusal(experts, sequential.compute_dtype(x), num_experts, group.op)
-        if reason and reason not in self._said:
-            self._said.add(reason)
-            logger.info(f"tile_overlap: MoE layer '{self.name}' is sequential instead of overlap, as {reason}")
-        return reason is None
+        self._reason = overlap.refusal(experts, sequential.compute_dtype(x), num_experts, top_k, group.op)
+        return self._reason is None
 
     def routed_experts(
         self, x: torch.Tensor, routes: Routes, experts: LocalExperts, plan: Plan, stages: Stages
     ) -> torch.Tensor:
         """The stages from dispatch to combine, on the backend that the whole group can run."""
         if self.config.backend == "reference":
+            self.backend = "reference"
             return reference.routed_experts(x, routes.weights, experts, plan, stages)
+        self.backend = "overlap" if plan.all_can_overlap else "sequential"
+        if self._reason and self._reason not in self._said and plan.first_that_cannot_overlap == plan.peers.rank:
+            self._said.add(self._reason)
+            say(f"MoE layer '{self.name}' is sequential instead of overlap, as {self._reason}", every_rank=True)
         if plan.all_can_overlap:
             group = overlap.group_of(plan.peers, x.device)
             return overlap.routed_experts(x, routes.weights, routes.experts, experts, plan, stages, group, self.config)

@@ -87,6 +87,11 @@ class Plan:
         """Whether every rank of the group said so; the same answer on each of them."""
         return not self.counts.numpy()[:, -1].any()
 
+    @property
+    def first_that_cannot_overlap(self) -> int:
+        """The lowest place in the group of a rank that cannot; it says why."""
+        return int(self.counts.numpy()[:, -1].argmax())
+
     @cached_property
     def expert_counts(self) -> list[int]:
         """Rows of each local expert."""

@@ -17,7 +17,6 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 
 from . import sequential
 from .buffer import Pool, pool_of
@@ -26,6 +25,7 @@ from .exchange import PeerError, Peers
 from .expert_weights import ExpertWeights
 from .layout import Plan
 from .local_experts import LocalExperts
+from .log import say
 from .schedule import BAND, TILE_N, Returns, Schedule, schedule
 from .stages import Stages
 from .weight_maps import WeightMaps
@@ -35,6 +35,8 @@ NS = 1_000_000_000
 SEGMENT_BYTES = 2**21
 # Sums return where they are so many times fewer than rows: adding up costs memory traffic, and starts later.
 SUMS_BELOW = 0.6
+# A courier finds the rows of a sum in the lanes of its warp.
+MAX_TOP_K = 32
 
 
 @dataclass
@@ -61,8 +63,12 @@ def group_of(peers: Peers, device: torch.device) -> Group:
     found = _GROUPS.get(peers.group)
     if found is None:
         found = _GROUPS[peers.group] = _examine(peers, device)
-        if found.reason and peers.rank == 0:
-            logger.info(f"tile_overlap: sequential instead of overlap, as {found.reason}")
+        if peers.rank == 0:
+            members = ", ".join(map(str, peers.ranks))
+            say(
+                f"sequential instead of overlap, as {found.reason}" if found.reason else f"overlap on ranks {members}",
+                every_rank=True,
+            )
     return found
 
 
@@ -124,7 +130,7 @@ def _common_refusal(everyone: list[tuple[str | None, str, str]], peers: Peers) -
     return f"GPU {pairs[0][0]} has no peer access to GPU {pairs[0][1]}" if pairs else None
 
 
-def refusal(experts: LocalExperts, dtype: torch.dtype, num_experts: int, op) -> str | None:
+def refusal(experts: LocalExperts, dtype: torch.dtype, num_experts: int, top_k: int, op) -> str | None:
     """Why this rank cannot overlap this layer now; ``None`` where it can."""
     if experts.form is None:
         return "its experts are of a form that only runs as it is, module by module"
@@ -135,6 +141,8 @@ def refusal(experts: LocalExperts, dtype: torch.dtype, num_experts: int, op) -> 
     hidden_size, width = experts.down_shape()
     if hidden_size % 8 or width % 8:
         return f"its sizes {hidden_size} and {width} are not multiples of 8"
+    if top_k > MAX_TOP_K:
+        return f"a token goes to {top_k} experts, more than {MAX_TOP_K}"
     if num_experts > op.MAX_EXPERTS:
         return f"it has {num_experts} experts, more than {op.MAX_EXPERTS}"
     return None

@@ -109,7 +109,7 @@ def start(run: Run, ds_config: dict) -> deepspeed.DeepSpeedEngine:
 def backend_of(engine: deepspeed.DeepSpeedEngine) -> str:
     """What really runs the MoE layers: "stock", or the name of the backend of ours."""
     runtime = getattr(moe_layers(engine.module)[0].deepspeed_moe, "tile_overlap", None)
-    return "stock" if runtime is None else runtime.backend.__name__.rpartition(".")[2]
+    return "stock" if runtime is None else runtime.backend
 
 
 def mean_over_ranks(value: torch.Tensor, run: Run) -> float:

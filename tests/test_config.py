@@ -12,6 +12,7 @@ DEFAULTS = dict(
     enabled=False,
     backend="auto",
     comm_sms="auto",
+    combine="auto",
     bands_per_segment="auto",
     owner_alignment="auto",
     overlap_dispatch=True,
@@ -40,6 +41,7 @@ def test_empty_block_gives_the_defaults():
         {"enabled": True},
         {"backend": "sequential", "timeout_s": 0.5},
         {"backend": "reference", "timeout_s": 30},
+        {"backend": "overlap", "comm_sms": 0, "combine": "sums"},
         {"comm_sms": 2, "bands_per_segment": 1, "owner_alignment": "packed"},
         {"backend": "auto", "comm_sms": 64, "bands_per_segment": 64, "owner_alignment": "tile"},
         {"overlap_dispatch": False, "overlap_backward": False, "comm_sms": "auto"},
@@ -56,13 +58,13 @@ def test_valid_block(block):
         ("enabled", 1, "true or false"),
         ("enabled", "true", "true or false"),
         ("enabled", None, "true or false"),
-        ("backend", "nccl", "'auto', 'sequential' or 'reference'"),
-        ("backend", 3, "'auto', 'sequential' or 'reference'"),
-        ("backend", "overlap", "'auto', 'sequential' or 'reference'"),
-        ("comm_sms", 0, "'auto' or an even number of SMs, 2 to 64"),
-        ("comm_sms", 7, "'auto' or an even number of SMs, 2 to 64"),
-        ("comm_sms", 66, "'auto' or an even number of SMs, 2 to 64"),
-        ("comm_sms", True, "'auto' or an even number of SMs, 2 to 64"),
+        ("backend", "nccl", "'auto', 'overlap', 'sequential' or 'reference'"),
+        ("backend", 3, "'auto', 'overlap', 'sequential' or 'reference'"),
+        ("comm_sms", -2, "'auto' or an even number of SMs, 0 to 64"),
+        ("comm_sms", 7, "'auto' or an even number of SMs, 0 to 64"),
+        ("comm_sms", 66, "'auto' or an even number of SMs, 0 to 64"),
+        ("comm_sms", True, "'auto' or an even number of SMs, 0 to 64"),
+        ("combine", "row", "'auto', 'rows' or 'sums'"),
         ("bands_per_segment", 0, "'auto' or an integer, 1 to 64"),
         ("bands_per_segment", 65, "'auto' or an integer, 1 to 64"),
         ("bands_per_segment", 2.0, "'auto' or an integer, 1 to 64"),
@@ -96,11 +98,16 @@ def test_block_that_is_no_object(block):
 @pytest.mark.parametrize("backend", ["sequential", "reference"])
 def test_option_of_another_backend(backend):
     values = dict(
-        comm_sms=8, bands_per_segment=2, owner_alignment="tile", overlap_dispatch=False, overlap_backward=True
+        comm_sms=8,
+        combine="rows",
+        bands_per_segment=2,
+        owner_alignment="tile",
+        overlap_dispatch=False,
+        overlap_backward=True,
     )
     assert set(values) == set(OVERLAP_OPTIONS)
     message = fault_of({"backend": backend, **values})
-    assert "5 faults" in message
+    assert "6 faults" in message
     for name, value in values.items():
         assert f"tile_overlap.{name}: got {value!r} together with backend {backend!r}, expected" in message
 

@@ -1,11 +1,50 @@
-"""The overlap backend on two GPUs: equal to the other backends, and safe whatever the timing."""
+"""The overlap backend: who decides that it runs; on two GPUs equal to the other backends, whatever the timing."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
-from models import Gated, backward_of, fill, mlp, ours, stock, tokens
+from models import Gated, T, assert_close, backward_of, fill, mlp, ours, stock, tokens
 from test_gpu import ERRORS, relative_errors
 
-from ds_tileoverlap import buffer
+from ds_tileoverlap import buffer, overlap
+from ds_tileoverlap.op_builder.tileoverlap import TileOverlapBuilder
+
+
+def _fallback(reasons):
+    """Two layers and steps where a rank's machine has a reason not to overlap; returns what was logged."""
+    rank, said = torch.distributed.get_rank(), []
+    kept = overlap._refusal, TileOverlapBuilder.refusal, TileOverlapBuilder.load, overlap.say
+    overlap.say = lambda line, **options: said.append(line)
+    overlap._GROUPS.clear()
+    overlap._refusal = lambda device: reasons[rank]
+    TileOverlapBuilder.refusal, TileOverlapBuilder.load = lambda self: None, lambda self: SimpleNamespace(MAX_PEERS=8)
+    try:
+        for _ in range(2):
+            layer = fill(stock(Gated(), ep_size=2), ep_rank=rank)
+            mine, expected = ours(layer, "overlap"), ours(layer, "sequential")
+            for each in (mine, expected):
+                each.set_deepspeed_parallelism()
+            for step in range(2):
+                x, grad = tokens(rank + step, T), tokens(9 + rank, T)
+                assert_close(backward_of(mine, x, grad), backward_of(expected, x, grad))
+    finally:
+        overlap._refusal, TileOverlapBuilder.refusal, TileOverlapBuilder.load, overlap.say = kept
+        overlap._GROUPS.clear()
+    return said
+
+
+@pytest.mark.parametrize("reasons", [("no peer access", None), (None, "no peer access")], ids=str)
+def test_c27_one_rank_that_cannot_decides_for_all(two_ranks, reasons):
+    said, other = two_ranks(_fallback, reasons)
+    rank = 0 if reasons[0] else 1
+    assert said == [f"sequential instead of overlap, as no peer access (rank {rank})"]
+    assert other == []
+
+
+def test_falls_back_on_cpu(two_ranks):
+    (said,), _ = two_ranks(_fallback, ("the layer runs on cpu, not on a GPU",) * 2)
+    assert "runs on cpu" in said
 
 
 def overlapped(form, dtype, hidden, intermediate, options=None, **layer_options):

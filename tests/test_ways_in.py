@@ -332,7 +332,7 @@ def _refused_worker(config):
 
 def test_initialize_refuses(two_ranks):
     assert "'layers.0'" in two_ranks(_refused_worker, ds_config(True))[0]
-    assert "tile_overlap.backend: got 'overlap'" in two_ranks(_refused_worker, ds_config(True, backend="overlap"))[1]
+    assert "tile_overlap.backend: got 'all'" in two_ranks(_refused_worker, ds_config(True, backend="all"))[1]
 
 
 def test_import_installs_initialize():

@@ -26,7 +26,7 @@ struct TileOverlapSumRun {
     int peer_row;
 };
 
-enum { TILEOVERLAP_PART = 8192, TILEOVERLAP_SUM_LINES = 2, TILEOVERLAP_MAX_PEERS = 128, TILEOVERLAP_MAX_PANELS = 16 };
+enum { TILEOVERLAP_PART = 8192, TILEOVERLAP_MAX_PEERS = 128, TILEOVERLAP_MAX_PANELS = 16 };
 enum TileOverlapErrand { NOTHING = 0, RETURN_ROWS = 1, RETURN_SUMS = 2 };
 
 struct TileOverlapCourier {
@@ -41,7 +41,7 @@ struct TileOverlapCourier {
     int signals_per_band;
     // RETURN_SUMS: the sum of the rows that a line of the index names, panel of columns by panel.
     const int* index;                    // [.., num_choices] rows, -1: none
-    int num_choices;
+    int num_choices;                     // at most 32
     const TileOverlapSumRun* runs;       // [num_peers - 1]
     const uint32_t* panel_done;          // see TileOverlapGemm
     const uint32_t* panel_targets;       // [num_panels]
@@ -182,15 +182,74 @@ __device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int 
     courier.announce();
 }
 
+// The sum of up to 32 rows, of which lane i names the i-th (-1: none), over some bytes of each: in order, in float32.
+template <typename T>
+__device__ __forceinline__ void sum_named_rows(const char* rows, int64_t row_bytes, int named_row, char* to,
+                                               int from_byte, int to_byte, int lane) {
+    // So many 16-byte loads are on their way at once.
+    constexpr int VECTORS = 2, ROWS = 4;
+    uint32_t all_named = __ballot_sync(~0u, named_row >= 0);
+    for (int at = from_byte + lane * 16; at - lane * 16 < to_byte; at += 512 * VECTORS) {
+        float sums[VECTORS][8] = {};
+        for (uint32_t named = all_named; named;) {
+            uint4 values[ROWS][VECTORS];
+#pragma unroll
+            for (int j = 0; j < ROWS; j++) {
+                int row = named ? __shfl_sync(~0u, named_row, __ffs(named) - 1) : -1;
+                named &= named - 1;
+                const char* from = rows + row * row_bytes + at;
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++) {
+                    values[j][v] = make_uint4(0, 0, 0, 0);
+                    if (row >= 0 && at + v * 512 < to_byte)
+                        values[j][v] = __ldcg(reinterpret_cast<const uint4*>(from + v * 512));
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < ROWS; j++)
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++) add_8<T>(sums[v], values[j][v]);
+        }
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+            if (at + v * 512 < to_byte) *reinterpret_cast<uint4*>(to + at + v * 512) = pack_8<T>(sums[v]);
+    }
+}
+
+struct SumLine {
+    int named_row, peer, peer_row;  // named_row: this lane's; peer: -1 past the end
+};
+
+__device__ __forceinline__ SumLine sum_line(const TileOverlapCourier& args, int line, int lane) {
+    int run = 0;
+    while (run + 1 < args.num_peers && line >= args.runs[run].lines) line -= args.runs[run++].lines;
+    if (run + 1 >= args.num_peers) return {-1, -1, 0};
+    const int* named = args.index + static_cast<int64_t>(args.runs[run].line + line) * args.num_choices;
+    return {lane < args.num_choices ? __ldg(named + lane) : -1, args.runs[run].peer, args.runs[run].peer_row + line};
+}
+
+template <typename T>
+__device__ __forceinline__ void carry_sum(const TileOverlapCourier& args, Courier& courier, SumLine line, int from_byte,
+                                          int to_byte) {
+    if (line.peer < 0) return;
+    char* to = courier.to(line.peer, line.peer_row);
+    courier.in_time = __all_sync(~0u, courier.in_time);
+    if (!courier.in_time || to_byte <= from_byte) return;
+    sum_named_rows<T>(static_cast<const char*>(args.rows), args.row_bytes, line.named_row, to, from_byte, to_byte,
+                      courier.lane);
+    courier.sent(to_byte - from_byte);
+}
+
 template <typename T>
 __device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int num_warps) {
-    constexpr int VECTORS = 2, AT_ONCE = 4;
     Courier courier(args);
     int num_lines = 0, ready = -1;
     for (int i = 0; i + 1 < args.num_peers; i++) num_lines += args.runs[i].lines;
-    int blocks = (num_lines + TILEOVERLAP_SUM_LINES - 1) / TILEOVERLAP_SUM_LINES;
+    int blocks = (num_lines + 1) / 2;  // lines go in twos
     for (int part; (part = courier.claim(blocks * args.num_panels, num_warps)) >= 0;) {
-        int panel = part / blocks, first = part % blocks * TILEOVERLAP_SUM_LINES;
+        int panel = part / blocks, first = part % blocks * 2;
+        // These lines of the index come while the panel is waited for.
+        SumLine one = sum_line(args, first, courier.lane), other = sum_line(args, first + 1, courier.lane);
         if (panel != ready && courier.in_time) {
             const uint32_t* done = args.panel_done + panel;
             uint32_t target = args.panel_targets[panel];
@@ -200,40 +259,8 @@ __device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int 
             ready = panel;
         }
         int from_byte = panel * args.panel_bytes, to_byte = min(from_byte + args.panel_bytes, args.row_bytes);
-        for (int i = first; i < min(first + TILEOVERLAP_SUM_LINES, num_lines); i++) {
-            int run = 0, in_run = i;
-            while (in_run >= args.runs[run].lines) in_run -= args.runs[run++].lines;
-            TileOverlapSumRun of = args.runs[run];
-            char* to = courier.to(of.peer, of.peer_row + in_run);
-            courier.in_time = __all_sync(~0u, courier.in_time);
-            if (!courier.in_time) continue;
-            const int* line = args.index + static_cast<int64_t>(of.line + in_run) * args.num_choices;
-            for (int at = from_byte + courier.lane * 16; at < to_byte; at += 512 * VECTORS) {
-                float sums[VECTORS][8] = {};
-                for (int choice = 0; choice < args.num_choices; choice += AT_ONCE) {
-                    uint4 values[AT_ONCE][VECTORS];
-#pragma unroll
-                    for (int j = 0; j < AT_ONCE; j++) {
-                        int row = choice + j < args.num_choices ? __ldg(line + choice + j) : -1;
-                        const char* from = static_cast<const char*>(args.rows) + static_cast<int64_t>(row) * args.row_bytes + at;
-#pragma unroll
-                        for (int v = 0; v < VECTORS; v++) {
-                            values[j][v] = make_uint4(0, 0, 0, 0);
-                            if (row >= 0 && at + v * 512 < to_byte)
-                                values[j][v] = __ldcg(reinterpret_cast<const uint4*>(from + v * 512));
-                        }
-                    }
-#pragma unroll
-                    for (int j = 0; j < AT_ONCE; j++)
-#pragma unroll
-                        for (int v = 0; v < VECTORS; v++) add_8<T>(sums[v], values[j][v]);
-                }
-#pragma unroll
-                for (int v = 0; v < VECTORS; v++)
-                    if (at + v * 512 < to_byte) *reinterpret_cast<uint4*>(to + at + v * 512) = pack_8<T>(sums[v]);
-            }
-            courier.sent(to_byte - from_byte);
-        }
+        carry_sum<T>(args, courier, one, from_byte, to_byte);
+        carry_sum<T>(args, courier, other, from_byte, to_byte);
     }
     courier.announce();
 }

@@ -1,0 +1,156 @@
+"""The operator without a GPU: kernels compile for Hopper, Python and C++ agree on every call, builds are guarded."""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from ds_tileoverlap import config, overlap, schedule
+from ds_tileoverlap.exchange import Peers
+from ds_tileoverlap.layout import Plan
+from ds_tileoverlap.op_builder import tileoverlap as builders
+from ds_tileoverlap.weight_maps import WeightMaps
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", builders.GENCODE, "-Wno-deprecated-declarations"]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", builders.KERNELS)
+def test_kernels_compile_for_hopper_without_spills(tmp_path, name):
+    source = builders._csrc() / name
+    assert "torch" not in re.sub(r"//.*", "", source.read_text()), "kernel files must compile without torch's headers"
+    command = ["nvcc", *FLAGS, "-Xptxas", "-v", "-c", str(source), "-o", str(tmp_path / "out.o")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    kernels = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert kernels and all(numbers == ("0", "0", "0") for numbers in kernels), report
+
+
+@pytest.fixture(scope="module")
+def dry_op(tmp_path_factory):
+    """The operator, whose kernels cannot start here: calls come back as soon as CUDA refuses them."""
+    path = tmp_path_factory.mktemp("op") / "tileoverlap.so"
+    includes = [cpp_extension.include_paths()[0], sysconfig.get_paths()["include"]]
+    sources = [str(builders._csrc() / name) for name in ("bindings.cpp", *builders.KERNELS)]
+    define = f"-DTORCH_EXTENSION_NAME={path.stem}"
+    subprocess.run(
+        ["nvcc", *FLAGS, "-shared", define, *(f"-I{i}" for i in includes), *sources, "-o", str(path)], check=True
+    )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    op = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(op)
+    calls = []
+
+    def refused(name):
+        def call(**arguments):
+            calls.append(name)
+            with pytest.raises(RuntimeError, match=f"{name}: CUDA error"):
+                getattr(op, name)(**arguments)
+
+        return call
+
+    functions = [name for name in dir(op) if name[0].islower() and name[0] != "_"]
+    constants = {name: getattr(op, name) for name in dir(op) if name[0].isupper()}
+    return SimpleNamespace(calls=calls, **constants, **{name: refused(name) for name in functions})
+
+
+@needs_nvcc
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels would start")
+@pytest.mark.parametrize("combine,comm_sms", [("rows", 0), ("sums", 4)])
+def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combine, comm_sms):
+    event = SimpleNamespace(record=lambda stream: None)
+    stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    words = torch.zeros(16, dtype=torch.int32)
+    names = (
+        "claimed_items claimed_parts panel_done finished failure epoch targets signals arrived consumed peer_buffers"
+    )
+    pool = SimpleNamespace(
+        **dict.fromkeys([*names.split(), "peer_arrived", "peer_consumed"], words),
+        **dict(device="cpu", capacity_bytes=0, received=0, stream=stream, forked=event, joined=event),
+    )
+    dry_op.calls.clear()
+    overlap._load_kernels(dry_op, pool)
+    loaded = set(dry_op.calls)
+    counts = torch.full((2, 8 + 2 + 1), 5, dtype=torch.int32)
+    plan = Plan(Peers(None, 0, (0, 1), 5.0, "test"), counts, counts, *[None] * 7)
+    plan = dataclasses.replace(plan, **dict.fromkeys(["token_slots", "choice_rows", "choice_slots"], words.view(8, 2)))
+    settings = config.TileOverlapConfig(enabled=True, combine=combine)
+    returns = overlap.choose_returns(settings, plan, 128)
+    assert returns.sums == (combine == "sums")
+    tiles = schedule.schedule(dry_op, plan, words.view(8, 2), 64, 128, returns, words)
+    maps = WeightMaps().of(dry_op, [(0, 4, torch.zeros(4, 64, 128))], torch.bfloat16, False)
+    rows = torch.zeros(40, 128, dtype=torch.bfloat16)
+    group = overlap.Group(dry_op, None, pool, 132)
+    sums = overlap.return_while_computed(
+        group, plan, tiles, returns, rows, maps, 64, comm_sms, lambda stage: nullcontext()
+    )
+    assert sums.shape == (8, 64)
+    spinning = {"expert_gemm", "run_couriers", "sum_slots"}
+    assert spinning <= loaded, "kernels that wait must be loaded before the first of them waits"
+    # Everything that the operator offers has been called.
+    offered = {name for name, value in vars(dry_op).items() if callable(value) and name[0].islower()}
+    assert set(dry_op.calls) | ({"run_couriers"} if not comm_sms else set()) == offered
+
+
+def test_reason_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    builder = builders.TileOverlapBuilder()
+    assert not builder.is_compatible() and builder.refusal() == "this torch was built without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;8.6+PTX")
+    assert "TORCH_CUDA_ARCH_LIST: got '8.0;8.6+PTX', expected 9.0a" in builder.refusal()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a")
+    assert "ARCH_LIST" not in (builder.refusal() or "")
+    monkeypatch.setattr(builders, "installed_cuda_version", lambda name: (12, 4))
+    assert builder.refusal() == "nvcc is of CUDA 12, but torch was built for CUDA 13.0"
+
+
+def test_a_lock_is_waited_for_and_a_stale_one_is_named(tmp_path, capsys, monkeypatch):
+    lock = tmp_path / "lock"
+    builders._wait_for_lock(tmp_path)
+    assert "building the overlap kernels" in capsys.readouterr().out
+    lock.touch()
+    os.utime(lock, (time.time() - 3600,) * 2)
+    with pytest.raises(RuntimeError, match=f"remove {lock}"):
+        builders._wait_for_lock(tmp_path)
+    lock.touch()
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 3:
+            lock.unlink()
+
+    monkeypatch.setattr(builders.time, "sleep", sleep)
+    builders._wait_for_lock(tmp_path)
+    assert len(slept) == 3
+
+
+def test_import_compiles_nothing_and_makes_no_context():
+    code = (
+        "import sys, torch, ds_tileoverlap; assert not torch.cuda.is_initialized(); "
+        "assert not any('op_builder.tileoverlap' in name or name == 'tileoverlap' for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+
+
+def test_common_refusal_names_the_rank_and_the_reason():
+    peers = Peers(None, 0, (4, 5), 5.0, "test")
+    fine = (None, "host", "gpu0")
+    assert overlap._common_refusal([fine, ("no nvcc", "host", "gpu1")], peers) == "no nvcc (rank 5)"
+    assert "spans 2 machines (a, b)" in overlap._common_refusal([(None, "a", "gpu0"), (None, "b", "gpu1")], peers)
+    assert "share a GPU" in overlap._common_refusal([fine, fine], peers)
+    assert overlap._common_refusal([fine, (None, "host", "gpu1")], peers) is None
