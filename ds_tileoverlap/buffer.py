@@ -1,12 +1,18 @@
 """Symmetric memory: the one place that allocates, grows and frees what peers write into.
 
-One pool serves every layer of an expert-parallel group. Its receive buffer has two halves, used in turn by successive
-returns; a rank overwrites a half only after the owner has said that it read it (``consumed``). Words that peers write
-are never reset: epochs and counts go on from use to use.
+One pool serves every layer of an expert-parallel group. It has a channel for each kind of row that travels; a channel's
+receive buffer has two halves, used in turn, and a rank overwrites a half only after the owner has said that it read it.
+Words that peers write are never reset: epochs and counts go on from use to use.
 
-    word       written by            read by             says
-    arrived    the sending peer      the owner's sum     16-byte units that came from the peer since the beginning
-    consumed   the owner's sum       the sending peer    the last epoch whose rows the owner has read
+    channel    carries                                                         read by
+    records    for each token and rank: its expert rows there, its weights     the layout of the receiver
+    tokens     the tokens themselves, one row for each token and rank          the gate and up projections
+    returns    expert outputs, row by row or as sums                           the sum at the owner
+
+    word       written by              read by                says
+    ready      the layout of a peer    the layout             the last epoch whose counts came from the peer
+    arrived    the sending peer        who reads the channel  16-byte units that came from the peer since the beginning
+    consumed   who reads the channel   the sending peer       the last epoch whose rows have been read
 """
 
 from __future__ import annotations
@@ -20,43 +26,34 @@ from .exchange import Peers
 GENERATIONS = 2
 GROW_TO = 1.25
 GRAIN_BYTES = 2**21
+MIN_COUNTS_STRIDE = 4
 
 
-class Pool:
-    """The buffers and signals of one group on one rank. Memory: ``2 * capacity_bytes`` and a few kilobytes.
+class Channel:
+    """One kind of row on its way between peers. Memory: ``2 * capacity_bytes`` on every rank.
 
     Attributes:
         capacity_bytes: what one half of the receive buffer holds; the same on all ranks.
-        epoch, targets, claimed_items, claimed_parts, finished: device words of this rank, see ``csrc/combine.cuh``.
-        panel_done: [max panels] int32, counts finished tiles, see ``csrc/expert_gemm.cuh``.
+        epoch, targets, claimed, finished: device words of this rank: uses so far, what must have arrived, and counters
+            that are 0 between kernels.
         arrived, consumed: [W] int32 words of this rank that peers write.
         peer_buffers, peer_arrived, peer_consumed: [W] int64 addresses at each peer.
-        failure: [5] int32 on the host, filled by a kernel whose deadline passed.
-        stream: where returns run, of high priority.
     """
 
-    def __init__(self, peers: Peers, device: torch.device, max_panels: int):
-        self.peers, self.device = peers, device
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
-        size = peers.size
-        own = torch.zeros(4 + max_panels + size, dtype=torch.int32, device=device)
-        self.epoch, self.claimed_items, self.claimed_parts, self.finished, self.panel_done, self.targets = own.split(
-            [1, 1, 1, 1, max_panels, size]
-        )
-        self.failure = torch.zeros(5, dtype=torch.int32, pin_memory=True)
-        words = symmetric_memory.empty(2 * size, dtype=torch.int32, device=device).zero_()
-        self._words = symmetric_memory.rendezvous(words, peers.group)
-        self.arrived, self.consumed = words.split(size)
-        bases = self._words.buffer_ptrs
-        self.peer_arrived = self._addresses([base + 4 * peers.rank for base in bases])
-        self.peer_consumed = self._addresses([base + 4 * (size + peers.rank) for base in bases])
-        self.signals = torch.zeros(0, dtype=torch.int32, device=device)
+    def __init__(self, pool: Pool, words: torch.Tensor, bases: list[int], first: int, own: torch.Tensor):
+        size, rank = pool.peers.size, pool.peers.rank
+        self._pool, self._buffer, self._handle = pool, None, None
         self.capacity_bytes = 0
-        self._buffer = None
-        self.peer_buffers = self._addresses([0] * size)
-        # Nobody may write into a peer's words before it has cleared them.
-        self._meet()
+        self.arrived, self.consumed = words[first : first + size], words[first + size : first + 2 * size]
+        self.peer_arrived = pool.addresses([base + 4 * (first + rank) for base in bases])
+        self.peer_consumed = pool.addresses([base + 4 * (first + size + rank) for base in bases])
+        self.peer_buffers = pool.addresses([0] * size)
+        self.epoch, self.claimed, self.finished, self.targets = own.split([1, 1, 1, size])
+
+    @property
+    def received(self) -> int:
+        """The address of this rank's receive buffer."""
+        return self._buffer.data_ptr() if self._buffer is not None else 0
 
     def reserve(self, needed_bytes: int, most_bytes: int) -> None:
         """Makes each half hold what is needed. All ranks call this with the same numbers, and grow together.
@@ -69,36 +66,79 @@ class Pool:
             return
         wanted = max(needed_bytes, min(int(needed_bytes * GROW_TO), most_bytes))
         capacity = -(-wanted // GRAIN_BYTES) * GRAIN_BYTES
-        # Every return and sum on the old buffer is over on all ranks before any of them lets go of it.
-        self._meet()
-        self._buffer = None
-        buffer = symmetric_memory.empty(GENERATIONS * capacity, dtype=torch.uint8, device=self.device)
-        handle = symmetric_memory.rendezvous(buffer, self.peers.group)
+        # Every use of the old buffer is over on all ranks before any of them lets go of it.
+        self._pool.meet()
+        self._buffer = self._handle = None
+        buffer = symmetric_memory.empty(GENERATIONS * capacity, dtype=torch.uint8, device=self._pool.device)
+        handle = symmetric_memory.rendezvous(buffer, self._pool.peers.group)
         self._buffer, self._handle, self.capacity_bytes = buffer, handle, capacity
-        self.peer_buffers = self._addresses(handle.buffer_ptrs)
-        self._meet()
+        self.peer_buffers = self._pool.addresses(handle.buffer_ptrs)
+        self._pool.meet()
 
-    @property
-    def received(self) -> int:
-        """The address of this rank's receive buffer."""
-        return self._buffer.data_ptr() if self._buffer is not None else 0
+    def close(self) -> None:
+        self._buffer = self._handle = None
+        self.capacity_bytes = 0
+
+
+class Pool:
+    """The channels and signals of one group on one rank.
+
+    Attributes:
+        records, tokens, returns: the channels.
+        counts_epoch: [1] int32, forwards whose counts were shared.
+        ready: [W] int32 words of this rank that peers write; peer_ready, peer_counts: [W] int64 addresses.
+        counts_stride: words of one rank's counts.
+        host_counts, host_ready: host memory that the layout's kernel writes.
+        panel_done: [max panels] int32, counts finished tiles, see ``csrc/expert_gemm.cuh``.
+        claimed_items: [1] int32, 0 between kernels.
+        signals: ready signals of this rank's own tiles.
+        failure: [5] int32 on the host, filled by a kernel whose deadline passed.
+        stream: where couriers with SMs of their own run, of high priority.
+    """
+
+    def __init__(self, peers: Peers, device: torch.device, op):
+        self.peers, self.device = peers, device
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
+        size = peers.size
+        own_sizes = [3 + size] * 3 + [1, 1, op.MAX_PANELS]
+        own = torch.zeros(sum(own_sizes), dtype=torch.int32, device=device).split(own_sizes)
+        self.counts_epoch, self.claimed_items, self.panel_done = own[3:]
+        self.counts_stride = op.MAX_EXPERTS + size + MIN_COUNTS_STRIDE
+        words = symmetric_memory.empty(
+            7 * size + GENERATIONS * size * self.counts_stride, dtype=torch.int32, device=device
+        ).zero_()
+        self._words = symmetric_memory.rendezvous(words, peers.group)
+        bases = self._words.buffer_ptrs
+        self.records, self.tokens, self.returns = (Channel(self, words, bases, 2 * size * i, own[i]) for i in range(3))
+        self.ready = words[6 * size : 7 * size]
+        self.peer_ready = self.addresses([base + 4 * (6 * size + peers.rank) for base in bases])
+        self.peer_counts = self.addresses([base + 4 * 7 * size for base in bases])
+        self.host_counts = torch.zeros(size * self.counts_stride, dtype=torch.int32, pin_memory=True)
+        self.host_ready = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.failure = torch.zeros(5, dtype=torch.int32, pin_memory=True)
+        self.signals = torch.zeros(0, dtype=torch.int32, device=device)
+        # Nobody may write into a peer's words before it has cleared them.
+        self.meet()
 
     def reserve_signals(self, count: int) -> None:
         """Makes room for ready signals of a GEMM. They are this rank's own: growing needs nobody else."""
         if self.signals.numel() < count:
-            # Zero is older than any epoch to come: epochs start at 1, and a wrap needs 2^31 uses.
-            self.signals = self.epoch.expand(count).clone() if count else self.signals
+            # The current epoch is older than any that a signal will be compared with.
+            self.signals = self.returns.epoch.expand(count).clone()
 
     def close(self) -> None:
         """Frees the symmetric memory; collective over the group."""
-        self._meet()
-        self._buffer = self._handle = self._words = None
-        self.capacity_bytes = 0
+        self.meet()
+        for channel in (self.records, self.tokens, self.returns):
+            channel.close()
+        self._words = None
 
-    def _addresses(self, addresses: list[int]) -> torch.Tensor:
+    def addresses(self, addresses: list[int]) -> torch.Tensor:
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Waits until every rank of the group has come here with an idle device."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.peers.group, device_ids=[self.device.index])
 
@@ -106,11 +146,11 @@ class Pool:
 _POOLS: dict[dist.ProcessGroup, Pool] = {}
 
 
-def pool_of(peers: Peers, device: torch.device, max_panels: int) -> Pool:
+def pool_of(peers: Peers, device: torch.device, op) -> Pool:
     """The group's pool; the first call is collective."""
     pool = _POOLS.get(peers.group)
     if pool is None:
-        pool = _POOLS[peers.group] = Pool(peers, device, max_panels)
+        pool = _POOLS[peers.group] = Pool(peers, device, op)
     return pool
 
 

@@ -92,7 +92,7 @@ def all_gather_counts(counts: torch.Tensor, peers: Peers) -> torch.Tensor:
         all_gather = dist.all_gather_into_tensor if _are_logged() else _ALL_GATHER
         all_gather(gathered, counts, group=peers.group)
     except RuntimeError as error:
-        raise _peer_error(peers, "layout", error) from error
+        raise peer_error(peers, "layout", error) from error
     return gathered.view(peers.size, counts.numel())
 
 
@@ -120,7 +120,7 @@ def all_to_all_rows(
         all_to_all = dist.all_to_all_single if _are_logged() else torch.distributed.all_to_all_single
         all_to_all(received, rows, list(recv_splits), list(send_splits), group=peers.group)
     except RuntimeError as error:
-        raise _peer_error(peers, stage, error) from error
+        raise peer_error(peers, stage, error) from error
     return received
 
 
@@ -152,7 +152,7 @@ class HostCopy:
         while not self._ready.query():
             waited_s = time.monotonic() - start
             if waited_s > limit_s:
-                raise _peer_error(self._peers, "layout", f"nothing came within {limit_s:.0f} s")
+                raise peer_error(self._peers, "layout", f"nothing came within {limit_s:.0f} s")
             if waited_s > SPIN_S:
                 time.sleep(PAUSE_S)
         return self._host
@@ -163,7 +163,7 @@ def _are_logged() -> bool:
     return deepspeed_comm.comms_logger.enabled
 
 
-def _peer_error(peers: Peers, stage: str, cause: object) -> PeerError:
+def peer_error(peers: Peers, stage: str, cause: object) -> PeerError:
     """A failed exchange as an error that says which ranks were not there."""
     missing = _roll_call(peers, stage)
     who = f"ranks {missing} did not take part" if missing else "every rank was there, yet the exchange failed"

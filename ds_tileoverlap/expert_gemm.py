@@ -149,12 +149,12 @@ def down_grads(
 
 def input_grads(
     grad_pre_activations: list[torch.Tensor],
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     weights: ExpertWeights,
     plan: Plan,
     wanted: set[tuple[str, str]],
 ) -> SlotGrads:
-    """Gradients of the gate and up projections from those of the pre-activations and the rows [R, H]."""
+    """Gradients of the gate and up projections from those of the pre-activations and, for weights, the rows [R, H]."""
     form, found = weights.layout.form, {}
     if any((name, "weight") in wanted for name in form.projections[:-1]):
         of_inputs = weights.split([weight_grads(part, rows, plan) for part in grad_pre_activations], 1)

@@ -75,7 +75,7 @@ def install() -> None:
 
 def _chosen(config: TileOverlapConfig) -> str:
     if config.backend == "auto":
-        return "'auto' (overlap where the whole expert-parallel group can, otherwise sequential)"
+        return "'sequential' (auto: overlap has to be asked for in this version)"
     return f"'{config.backend}' (as configured)"
 
 

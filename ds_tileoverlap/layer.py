@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from . import overlap, reference, sequential
+from . import overlap, overlap_group, reference, sequential, symmetric_layout
 from .config import TileOverlapConfig
 from .exchange import Peers, peers_of
 from .layout import Plan, layout
@@ -97,7 +97,7 @@ class TileMOELayer(MOELayer):
             self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
             x, routes, num_tokens = _own_share(x, routes)
             with stages("layout"):
-                plan = layout(routes, self.ep_size * self.num_local_experts, peers, can_overlap)
+                plan = run.layout(x, routes, self.ep_size * self.num_local_experts, peers, can_overlap)
             output = run.routed_experts(x, routes, experts, plan, stages)
             output = _all_shares(output, num_tokens)
         return output.reshape(hidden_states.shape)
@@ -148,13 +148,20 @@ class LayerRuntime:
 
     def can_overlap(self, x: torch.Tensor, experts: LocalExperts, peers: Peers, num_experts: int, top_k: int) -> bool:
         """Whether this rank can run the overlap backend now. What all of them do is decided by the exchanged counts."""
-        if self.config.backend not in ("auto", "overlap"):
+        if self.config.backend != "overlap":
             return False
-        group = overlap.group_of(peers, x.device)
+        group = overlap_group.group_of(peers, x.device)
         if group.op is None:
             return False
         self._reason = overlap.refusal(experts, sequential.compute_dtype(x), num_experts, top_k, group.op)
         return self._reason is None
+
+    def layout(self, x: torch.Tensor, routes: Routes, num_experts: int, peers: Peers, can_overlap: bool) -> Plan:
+        """The stage layout, through symmetric memory where the group has it."""
+        if self.config.backend == "overlap" and (group := overlap_group.group_of(peers, x.device)).op:
+            row_bytes = x.shape[1] * sequential.compute_dtype(x).itemsize
+            return symmetric_layout.layout(routes, num_experts, peers, group, self.config, row_bytes, can_overlap)
+        return layout(routes, num_experts, peers, can_overlap)
 
     def routed_experts(
         self, x: torch.Tensor, routes: Routes, experts: LocalExperts, plan: Plan, stages: Stages
@@ -168,8 +175,8 @@ class LayerRuntime:
             self._said.add(self._reason)
             say(f"MoE layer '{self.name}' is sequential instead of overlap, as {self._reason}", every_rank=True)
         if plan.all_can_overlap:
-            group = overlap.group_of(plan.peers, x.device)
-            return overlap.routed_experts(x, routes.weights, routes.experts, experts, plan, stages, group, self.config)
+            group = overlap_group.group_of(plan.peers, x.device)
+            return overlap.routed_experts(x, routes.weights, experts, plan, stages, group, self.config)
         return sequential.routed_experts(x, routes.weights, experts, plan, stages)
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:

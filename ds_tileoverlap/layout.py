@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ import torch
 from .exchange import HostCopy, Peers, all_gather_counts, all_to_all_rows
 from .placement import count_routes, place_rows, place_tokens
 from .route import Routes
+
+if TYPE_CHECKING:
+    from .schedule import Returns
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Plan:
         row_sources: [R] int32, the received row that each expert row is a copy of.
         row_weights: [R] float32, the router weight of each expert row.
         row_offsets: [E_local + 1] int32, where each local expert's rows start.
+        returns: how rows come home, where ranks write into each other's memory; this and the next are of the forward.
+        slots: [T, k] int32, where each choice's result is then summed from, see :mod:`ds_tileoverlap.schedule`.
     """
 
     NUM_TENSORS: ClassVar[int]
@@ -52,6 +57,8 @@ class Plan:
     row_sources: torch.Tensor
     row_weights: torch.Tensor
     row_offsets: torch.Tensor
+    returns: Returns | None = None
+    slots: torch.Tensor | None = None
 
     @property
     def top_k(self) -> int:
@@ -71,6 +78,11 @@ class Plan:
     def sends(self) -> np.ndarray:
         """[W, W] int32: rows that go from a rank to a rank, one for each token that has an expert there."""
         return self.counts.numpy()[:, self.num_experts : -1]
+
+    @property
+    def remote_sends(self) -> np.ndarray:
+        """[W, W] as :attr:`sends`, without what stays on its rank."""
+        return self.sends * (1 - np.eye(self.peers.size, dtype=np.int32))
 
     @cached_property
     def send_splits(self) -> list[int]:
@@ -107,13 +119,13 @@ class Plan:
         return tuple(getattr(self, name) for name in _TENSOR_FIELDS)
 
     def without_tensors(self) -> Plan:
-        return replace(self, **dict.fromkeys(_TENSOR_FIELDS))
+        return replace(self, **dict.fromkeys(_TENSOR_FIELDS), returns=None, slots=None)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Plan:
         return replace(self, **dict(zip(_TENSOR_FIELDS, tensors)))
 
 
-_TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name != "peers")
+_TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in ("peers", "returns", "slots"))
 Plan.NUM_TENSORS = len(_TENSOR_FIELDS)
 
 

@@ -1,133 +1,34 @@
-"""The ``overlap`` backend: expert outputs travel home tile by tile while the down projection still runs.
+"""The ``overlap`` backend: tokens travel under the gate and up projections, outputs under the down projection.
 
-    forward    dispatch(x) -> expert_gemm: hidden -> { expert_gemm: output => return } -> combine: sum
+    forward    { dispatch(x) => expert_gemm: hidden } -> { expert_gemm: output => return } -> combine: sum
     backward   as ``sequential``
 
-Whether it can run is decided by the whole group: what a machine cannot do once, when the group is first used; what a
-layer cannot do in every forward, with a word in the exchanged counts.
+Each pair in braces is one kernel: two spare warps of every CTA of the GEMM, the couriers, carry rows while the others
+multiply. Whether the backend can run is decided by the whole group: what a machine cannot do once, when the group is
+first used; what a layer cannot do in every forward, with a word in the exchanged counts.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-from dataclasses import dataclass
-from functools import partial
-
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from . import sequential
-from .buffer import Pool, pool_of
+from .activation import weighted_hidden
 from .config import TileOverlapConfig
-from .exchange import PeerError, Peers
-from .expert_weights import ExpertWeights
+from .dispatch import expand_rows
+from .expert_gemm import add_expert_bias_
+from .expert_weights import ExpertWeights, expert_weights
+from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
-from .log import say
-from .schedule import BAND, TILE_N, Returns, Schedule, schedule
+from .overlap_group import NS, Group
+from .schedule import TILE_N, Returns, Schedule, tile_schedule
 from .stages import Stages
+from .symmetric_layout import rows_to_receive
 from .weight_maps import WeightMaps
 
-# A waiting kernel gives up this long after the group's own limit, so that the host's error comes first where it can.
-NS = 1_000_000_000
-SEGMENT_BYTES = 2**21
-# Sums return where they are so many times fewer than rows: adding up costs memory traffic, and starts later.
-SUMS_BELOW = 0.6
 # A courier finds the rows of a sum in the lanes of its warp.
 MAX_TOP_K = 32
-
-
-@dataclass
-class Group:
-    """What an expert-parallel group can do.
-
-    Attributes:
-        op: the compiled operator; ``None`` where some rank cannot run it.
-        reason: why not.
-        pool: the symmetric memory.
-    """
-
-    op: object | None
-    reason: str | None
-    pool: Pool | None
-    num_sms: int = 0
-
-
-_GROUPS: dict[dist.ProcessGroup | None, Group] = {}
-
-
-def group_of(peers: Peers, device: torch.device) -> Group:
-    """What the group can do, found out at the first call, which is collective."""
-    found = _GROUPS.get(peers.group)
-    if found is None:
-        found = _GROUPS[peers.group] = _examine(peers, device)
-        if peers.rank == 0:
-            members = ", ".join(map(str, peers.ranks))
-            say(
-                f"sequential instead of overlap, as {found.reason}" if found.reason else f"overlap on ranks {members}",
-                every_rank=True,
-            )
-    return found
-
-
-def _examine(peers: Peers, device: torch.device) -> Group:
-    if peers.size == 1:
-        return Group(None, "the expert-parallel group has one rank, which exchanges nothing", None)
-    op, reason = None, _refusal(device)
-    if reason is None:
-        try:
-            from .op_builder.tileoverlap import TileOverlapBuilder
-
-            builder = TileOverlapBuilder()
-            reason = builder.refusal()
-            op = builder.load() if reason is None else None
-            if op is not None and peers.size > op.MAX_PEERS:
-                reason = f"the expert-parallel group has {peers.size} ranks, more than {op.MAX_PEERS}"
-        except Exception as error:  # whatever a compiler may say: the job goes on without the operator
-            reason = f"the kernels could not be built: {error}"
-    ours = (reason, socket.gethostname(), _uuid(device) if device.type == "cuda" else "")
-    everyone: list = [None] * peers.size
-    dist.all_gather_object(everyone, ours, group=peers.group)
-    reason = _common_refusal(everyone, peers)
-    if reason is not None:
-        return Group(None, reason, None)
-    pool = pool_of(peers, device, op.MAX_PANELS)
-    _load_kernels(op, pool)
-    return Group(op, None, pool, torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _refusal(device: torch.device) -> str | None:
-    """Why this rank's machine cannot overlap."""
-    if device.type != "cuda":
-        return f"the layer runs on {device.type}, not on a GPU"
-    if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, not 9.0 (Hopper)"
-    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        return "CUDA_LAUNCH_BLOCKING=1 keeps two kernels from running together"
-    return None
-
-
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _common_refusal(everyone: list[tuple[str | None, str, str]], peers: Peers) -> str | None:
-    """The group's answer, the same on every rank, from what each rank reported."""
-    for place, (reason, _, _) in enumerate(everyone):
-        if reason:
-            return f"{reason} (rank {peers.ranks[place]})"
-    hosts = {host for _, host, _ in everyone}
-    if len(hosts) > 1:
-        return f"the expert-parallel group spans {len(hosts)} machines ({', '.join(sorted(hosts))})"
-    if len({uuid for _, _, uuid in everyone}) < peers.size:
-        return "ranks of the expert-parallel group share a GPU"
-    # Peer access is symmetric and this asks about all pairs, where all devices are visible to every rank.
-    uuids = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
-    visible = [uuids[uuid] for _, _, uuid in everyone if uuid in uuids]
-    pairs = [(a, b) for a in visible for b in visible if a != b and not torch.cuda.can_device_access_peer(a, b)]
-    return f"GPU {pairs[0][0]} has no peer access to GPU {pairs[0][1]}" if pairs else None
 
 
 def refusal(experts: LocalExperts, dtype: torch.dtype, num_experts: int, top_k: int, op) -> str | None:
@@ -151,152 +52,297 @@ def refusal(experts: LocalExperts, dtype: torch.dtype, num_experts: int, top_k: 
 def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
-    routes: torch.Tensor,
     experts: LocalExperts,
     plan: Plan,
     stages: Stages,
     group: Group,
     config: TileOverlapConfig,
 ) -> torch.Tensor:
-    """As :func:`sequential.routed_experts`, for a group and a layer that can overlap.
+    """As :func:`sequential.routed_experts`, for a Plan whose ranks all can overlap."""
+    anchor = x.new_empty(0, requires_grad=torch.is_grad_enabled())
+    dtype, parameters = sequential.compute_dtype(x), experts.parameters()
+    layout = experts.weight_layout(parameters, dtype)
+    run = Run(group, config, experts.maps)
+    return sequential.apply_without_look(
+        _OverlappedMLP, x, weights, anchor, layout, plan, dtype, stages, run, *parameters
+    )
+
+
+class Run:
+    """What the kernels of one forward need beside its tensors."""
+
+    def __init__(self, group: Group, config: TileOverlapConfig, maps: WeightMaps):
+        self.group, self.maps = group, maps
+        self.comm_sms = 0 if config.comm_sms == "auto" else config.comm_sms
+
+
+class _OverlappedMLP(sequential.RoutedMLP):
+    """:class:`sequential.RoutedMLP` with another forward. It keeps the rows that arrived, not what they expand to."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx, x, weights, anchor, layout, plan, dtype, stages, run, *parameters):
+        tokens = x.detach().to(dtype).contiguous()
+        stacks = expert_weights(layout, parameters, dtype)
+        hidden, pre_activations, kept = hidden_while_sent(tokens, stacks, plan, run, stages, ctx.needs_input_grad)
+        with stages("layout"):
+            width = x.shape[1]
+            tiles = tile_schedule(run.group, plan, width, width * tokens.element_size(), plan.returns)
+            run.group.pool.returns.reserve(*(n * width * tokens.element_size() for n in rows_to_receive(plan)))
+        maps = run.maps.of(run.group.op, "down", stacks.down, dtype, transposed=False)
+        output = return_while_computed(run.group, plan, tiles, plan.slots, hidden, maps, width, run.comm_sms, stages)
+        sequential.RoutedMLP.keep(ctx, x, weights, kept, plan, pre_activations, layout, stages, parameters, expand_rows)
+        return output
+
+
+def hidden_while_sent(
+    tokens: torch.Tensor, weights: ExpertWeights, plan: Plan, run: Run, stages: Stages, needs: tuple[bool, ...]
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Tokens to their experts, and what these make of them up to the activation.
 
     Args:
-        routes: [T, k] int32 global expert ids, -1 where dropped.
+        tokens: [T, H] of this rank, contiguous.
+        needs: which inputs of the autograd function need gradients.
+
+    Returns:
+        Hidden rows [R, I] scaled by their router weights, the pre-activations, and the rows from other ranks [.., H] as
+        they arrived (none where nothing will be differentiated).
     """
-    home = partial(_output_home, routes=routes, maps=experts.maps, group=group, config=config)
-    return sequential.routed_experts(x, weights, experts, plan, stages, home)
+    group, form = run.group, weights.layout.form
+    channel = group.pool.tokens
+    row_bytes = tokens.shape[1] * tokens.element_size()
+    remote = plan.remote_sends
+    channel.reserve(int(remote.sum(0).max()) * row_bytes, 2 * int(remote.sum(0).max()) * row_bytes)
+    arriving = int(remote[:, plan.peers.rank].sum())
+    kept = tokens.new_empty(arriving if any(needs) else 0, tokens.shape[1])
+    pre_activations = []
+    with stages("expert_gemm"):
+        begin(group, channel, plan, group.op.TOKENS_OUT, row_bytes)
+        for i, stack in enumerate(weights.inputs):
+            width = stack[0][2].shape[1]
+            tiles = tile_schedule(group, plan, width, row_bytes, ARRIVALS, local_first=True)
+            maps = run.maps.of(group.op, f"input {i}", stack, tokens.dtype, transposed=False)
+            # The first map's kernel sends this rank's tokens; the second finds everything in place.
+            courier = token_courier(group, plan, tiles, tokens, row_bytes) if i == 0 else group.op.Courier()
+            pre_activations.append(project_gathered(group, plan, tiles, tokens, maps, width, courier))
+        group.op.keep_rows(
+            received=channel.received,
+            generation_bytes=channel.capacity_bytes,
+            epoch=channel.epoch.data_ptr(),
+            kept=kept.data_ptr(),
+            num_bytes=kept.numel() * kept.element_size(),
+            peer_consumed=channel.peer_consumed.data_ptr(),
+            finished=channel.finished.data_ptr(),
+            num_peers=plan.peers.size,
+            num_sms=group.num_sms,
+            stream=torch.cuda.current_stream(tokens.device).cuda_stream,
+        )
+        gate, up = weights.split(pre_activations, 1)
+        for name, part in ((form.gate, gate), (form.up, up)):
+            if name in weights.biases:
+                add_expert_bias_(part, weights.biases[name], plan)
+        return weighted_hidden(gate, up, plan.row_weights, form.act), pre_activations, kept
 
 
-def _output_home(
-    hidden: torch.Tensor,
-    weights: ExpertWeights,
-    plan: Plan,
-    stages: Stages,
-    routes: torch.Tensor,
-    maps: WeightMaps,
-    group: Group,
-    config: TileOverlapConfig,
+# How tokens go out: whole rows, packed, in one panel.
+ARRIVALS = Returns(sums=True, aligns_owners=False, bands_per_segment=1, num_panels=1)
+
+
+def begin(group: Group, channel, plan: Plan, what: int, row_bytes: int) -> None:
+    """Starts a use of a channel: the next epoch, and how much must come from each peer."""
+    group.op.begin_return(
+        counts=plan.device_counts.data_ptr(),
+        counts_stride=plan.device_counts.shape[1],
+        num_ranks=plan.peers.size,
+        rank=plan.peers.rank,
+        num_experts=plan.num_experts,
+        what=what,
+        row_bytes=row_bytes,
+        epoch=channel.epoch.data_ptr(),
+        targets=channel.targets.data_ptr(),
+        stream=torch.cuda.current_stream(plan.device_counts.device).cuda_stream,
+    )
+
+
+def courier_of(group: Group, channel, plan: Plan, tiles: Schedule, rows: torch.Tensor, row_bytes: int, **errand):
+    """A courier's instructions: what is common to all errands, and ``errand``."""
+    pool = group.pool
+    return group.op.Courier(
+        rows=rows.data_ptr(),
+        row_bytes=row_bytes,
+        num_peers=plan.peers.size,
+        rank=plan.peers.rank,
+        segments=tiles.segments.data_ptr(),
+        num_segments=tiles.num_segments.data_ptr(),
+        panel_targets=tiles.panel_targets.data_ptr(),
+        peer_buffers=channel.peer_buffers.data_ptr(),
+        peer_arrived=channel.peer_arrived.data_ptr(),
+        peer_consumed=channel.consumed.data_ptr(),
+        generation_bytes=channel.capacity_bytes,
+        epoch=channel.epoch.data_ptr(),
+        claimed=channel.claimed.data_ptr(),
+        failure=pool.failure.data_ptr(),
+        limit_ns=int(plan.peers.timeout_s * NS),
+        **errand,
+    )
+
+
+def token_courier(group: Group, plan: Plan, tiles: Schedule, tokens: torch.Tensor, row_bytes: int):
+    """Tokens [T, H] to every rank that holds any of their experts, at once: nothing has to be computed before."""
+    return courier_of(
+        group,
+        group.pool.tokens,
+        plan,
+        tiles,
+        tokens,
+        row_bytes,
+        errand=group.op.RETURN_SUMS,
+        signals=0,
+        signals_per_band=0,
+        index=plan.sent_tokens.data_ptr(),
+        num_choices=1,
+        sum_runs=tiles.send_runs.data_ptr(),
+        panel_done=0,
+        num_panels=1,
+        panel_bytes=row_bytes,
+    )
+
+
+def output_courier(group: Group, plan: Plan, tiles: Schedule, outputs: torch.Tensor, row_bytes: int):
+    """Expert outputs [R, H] to the owners of their tokens, as soon as the tiles that they lie in are ready."""
+    pool, returns = group.pool, plan.returns
+    element = outputs.element_size()
+    return courier_of(
+        group,
+        pool.returns,
+        plan,
+        tiles,
+        outputs,
+        row_bytes,
+        errand=group.op.RETURN_SUMS if returns.sums else group.op.RETURN_ROWS,
+        signals=pool.signals.data_ptr(),
+        signals_per_band=2 * -(-outputs.shape[1] // TILE_N),
+        index=plan.choice_rows.data_ptr(),
+        num_choices=plan.top_k,
+        sum_runs=tiles.sum_runs.data_ptr(),
+        panel_done=pool.panel_done.data_ptr(),
+        num_panels=returns.num_panels,
+        panel_bytes=returns.panel_tiles(outputs.shape[1]) * TILE_N * element,
+    )
+
+
+def project_gathered(
+    group: Group, plan: Plan, tiles: Schedule, tokens: torch.Tensor, maps: torch.Tensor, width: int, courier
 ) -> torch.Tensor:
-    pool, op = group.pool, group.op
-    check_failure(pool)
-    width = weights.down[0][2].shape[1]
-    row_bytes = width * hidden.element_size()
-    with stages("layout"):
-        returns = choose_returns(config, plan, row_bytes)
-        tiles = schedule(op, plan, routes, width, row_bytes, returns, pool.panel_done)
-        pool.reserve(*(rows * row_bytes for rows in rows_to_receive(plan, returns)))
-        pool.reserve_signals(tiles.num_bands * -(-width // TILE_N) * 2)
-    down = maps.of(op, weights.down, hidden.dtype, transposed=False)
-    comm_sms = 0 if config.comm_sms == "auto" else config.comm_sms
-    return return_while_computed(group, plan, tiles, returns, hidden, down, width, comm_sms, stages)
+    """Expert rows, read where they are, times their experts' weights: tokens [T, K] and what arrives -> [R, width]."""
+    channel, peers = group.pool.tokens, plan.peers
+    own_first = sum(plan.recv_splits[: peers.rank])
+    own_sent = sum(plan.send_splits[: peers.rank])
+    gather = group.op.Gather(
+        sources=plan.row_sources.data_ptr(),
+        own_first=own_first,
+        own_end=own_first + plan.recv_splits[peers.rank],
+        own_tokens=plan.sent_tokens.data_ptr() + 4 * own_sent,
+        tokens=tokens.data_ptr(),
+        received=channel.received,
+        generation_bytes=channel.capacity_bytes,
+        arrived=channel.arrived.data_ptr(),
+        targets=channel.targets.data_ptr(),
+        epoch=channel.epoch.data_ptr(),
+        num_peers=peers.size,
+        failure=group.pool.failure.data_ptr(),
+        limit_ns=int(peers.timeout_s * NS),
+    )
+    rows = tokens.new_empty(plan.row_sources.numel(), width)
+    multiply(group, tiles, rows, maps, tokens.shape[1], courier, gather=gather)
+    return rows
 
 
-def choose_returns(config: TileOverlapConfig, plan: Plan, row_bytes: int) -> Returns:
-    """How rows come home: from the exchanged counts, so that all ranks choose alike."""
-    size, each = plan.peers.size, np.arange(plan.peers.size)
-    routes, sends = plan.routes.sum(2), plan.sends
-    remote_routes, remote_sends = (int(counts.sum() - counts[each, each].sum()) for counts in (routes, sends))
-    sums = remote_sends < SUMS_BELOW * remote_routes if config.combine == "auto" else config.combine == "sums"
-    bands = config.bands_per_segment
-    if bands == "auto":
-        bands = max(1, SEGMENT_BYTES // (BAND * row_bytes))
-    # With two ranks half of all tiles are local: while they run, everything else can travel.
-    return Returns(sums, config.owner_alignment == "tile", bands, num_panels=1 if not sums or size == 2 else 4)
-
-
-def rows_to_receive(plan: Plan, returns: Returns) -> tuple[int, int]:
-    """The most rows that any rank of the group receives now, and that it could from as many tokens."""
-    each = np.arange(plan.peers.size)
-    routes = plan.routes.sum(2)
-    counts = (plan.sends if returns.sums else routes).copy()
-    counts[each, each] = 0
-    most = routes.sum(1).max()
-    return int(counts.sum(1).max()), int(most)
+def multiply(
+    group: Group,
+    tiles: Schedule,
+    result: torch.Tensor,
+    maps: torch.Tensor,
+    inner: int,
+    courier,
+    operand: torch.Tensor | None = None,
+    gather=None,
+    comm_sms: int = 0,
+    signals: int = 0,
+    panel_done: int = 0,
+    panel_tiles: int = 1,
+    transposed: bool = False,
+) -> None:
+    """The expert GEMM: result [R, N] from ``operand`` [R, K] or gathered rows, by the items of ``tiles``."""
+    group.op.expert_gemm(
+        a=operand.data_ptr() if operand is not None else 0,
+        b_maps=maps.data_ptr(),
+        c=result.data_ptr(),
+        items=tiles.items.data_ptr(),
+        num_items=tiles.num_items.data_ptr(),
+        claimed=group.pool.claimed_items.data_ptr(),
+        signals=signals,
+        epoch=group.pool.returns.epoch.data_ptr(),
+        panel_done=panel_done,
+        panel_tiles=panel_tiles,
+        num_rows=result.shape[0],
+        n=result.shape[1],
+        k=inner,
+        is_half=result.dtype == torch.float16,
+        b_is_transposed=transposed,
+        num_sms=group.num_sms - comm_sms,
+        courier=courier,
+        gather=gather if gather is not None else group.op.Gather(),
+        stream=torch.cuda.current_stream(result.device).cuda_stream,
+    )
 
 
 def return_while_computed(
     group: Group,
     plan: Plan,
     tiles: Schedule,
-    returns: Returns,
+    slots: torch.Tensor,
     rows: torch.Tensor,
     maps: torch.Tensor,
     width: int,
     comm_sms: int,
     stages: Stages,
 ) -> torch.Tensor:
-    """Rows [R, K] times their experts' weights, summed at the owners of their tokens: [T, width].
+    """Rows [R, K] times their experts' weights, summed at the owners of their tokens.
 
     The couriers are warps of the GEMM, or run beside it on ``comm_sms`` SMs; the sum follows.
+
+    Args:
+        slots: [T, k] int32, where each choice's row is summed from.
+
+    Returns:
+        [T, width].
     """
-    op, pool, peers, (num_rows, inner) = group.op, group.pool, plan.peers, rows.shape
-    is_half = rows.dtype == torch.float16
-    row_bytes, panel_tiles = width * rows.element_size(), returns.panel_tiles(width)
-    limit_ns = int(peers.timeout_s * NS)
+    op, pool, peers, returns = group.op, group.pool, plan.peers, plan.returns
+    channel, is_half = pool.returns, rows.dtype == torch.float16
+    row_bytes = width * rows.element_size()
     main = torch.cuda.current_stream(rows.device)
-    outputs = rows.new_empty(num_rows, width)
-    sums = rows.new_empty(tiles.slots.shape[0], width)
-    courier = op.Courier(
-        errand=op.RETURN_SUMS if returns.sums else op.RETURN_ROWS,
-        rows=outputs.data_ptr(),
-        row_bytes=row_bytes,
-        num_peers=peers.size,
-        rank=peers.rank,
-        segments=tiles.segments.data_ptr(),
-        num_segments=tiles.num_segments.data_ptr(),
-        signals=pool.signals.data_ptr(),
-        signals_per_band=2 * -(-width // TILE_N),
-        index=plan.choice_rows.data_ptr(),
-        num_choices=plan.top_k,
-        sum_runs=tiles.sum_runs.data_ptr(),
-        panel_done=pool.panel_done.data_ptr(),
-        panel_targets=tiles.panel_targets.data_ptr(),
-        num_panels=returns.num_panels,
-        panel_bytes=panel_tiles * TILE_N * rows.element_size(),
-        peer_buffers=pool.peer_buffers.data_ptr(),
-        peer_arrived=pool.peer_arrived.data_ptr(),
-        peer_consumed=pool.consumed.data_ptr(),
-        generation_bytes=pool.capacity_bytes,
-        epoch=pool.epoch.data_ptr(),
-        claimed=pool.claimed_parts.data_ptr(),
-        failure=pool.failure.data_ptr(),
-        limit_ns=limit_ns,
-    )
+    outputs = rows.new_empty(rows.shape[0], width)
+    sums = rows.new_empty(slots.shape[0], width)
+    pool.reserve_signals(tiles.num_bands * -(-width // TILE_N) * 2)
+    courier = output_courier(group, plan, tiles, outputs, row_bytes)
     with stages("expert_gemm"):
-        op.begin_return(
-            counts=plan.device_counts.data_ptr(),
-            counts_stride=plan.device_counts.shape[1],
-            num_ranks=peers.size,
-            rank=peers.rank,
-            num_experts=plan.num_experts,
-            returns_sums=returns.sums,
-            row_bytes=row_bytes,
-            epoch=pool.epoch.data_ptr(),
-            targets=pool.targets.data_ptr(),
-            stream=main.cuda_stream,
-        )
+        begin(group, channel, plan, op.SUMS_HOME if returns.sums else op.ROWS_HOME, row_bytes)
         if comm_sms:
             pool.forked.record(main)
         # The GEMM first: it waits for nobody, so whatever happens to the couriers' start, nothing is held up.
-        op.expert_gemm(
-            a=rows.data_ptr(),
-            b_maps=maps.data_ptr(),
-            c=outputs.data_ptr(),
-            items=tiles.items.data_ptr(),
-            num_items=tiles.num_items.data_ptr(),
-            claimed=pool.claimed_items.data_ptr(),
+        multiply(
+            group,
+            tiles,
+            outputs,
+            maps,
+            rows.shape[1],
+            op.Courier() if comm_sms else courier,
+            operand=rows,
+            comm_sms=comm_sms,
             signals=0 if returns.sums else pool.signals.data_ptr(),
-            epoch=pool.epoch.data_ptr(),
             panel_done=pool.panel_done.data_ptr() if returns.sums else 0,
-            panel_tiles=panel_tiles,
-            num_rows=num_rows,
-            n=width,
-            k=inner,
-            is_half=is_half,
-            b_is_transposed=False,
-            num_sms=group.num_sms - comm_sms,
-            courier=op.Courier() if comm_sms else courier,
-            stream=main.cuda_stream,
+            panel_tiles=returns.panel_tiles(width),
         )
     with stages("combine"):
         if comm_sms:
@@ -305,20 +351,20 @@ def return_while_computed(
             pool.joined.record(pool.stream)
             main.wait_event(pool.joined)
         op.sum_slots(
-            received=pool.received,
+            received=channel.received,
             local=outputs.data_ptr(),
-            slots=tiles.slots.data_ptr(),
+            slots=slots.data_ptr(),
             sums=sums.data_ptr(),
-            arrived=pool.arrived.data_ptr(),
-            targets=pool.targets.data_ptr(),
-            epoch=pool.epoch.data_ptr(),
-            peer_consumed=pool.peer_consumed.data_ptr(),
-            finished=pool.finished.data_ptr(),
+            arrived=channel.arrived.data_ptr(),
+            targets=channel.targets.data_ptr(),
+            epoch=channel.epoch.data_ptr(),
+            peer_consumed=channel.peer_consumed.data_ptr(),
+            finished=channel.finished.data_ptr(),
             failure=pool.failure.data_ptr(),
-            generation_bytes=pool.capacity_bytes,
-            limit_ns=limit_ns,
+            generation_bytes=channel.capacity_bytes,
+            limit_ns=int(peers.timeout_s * NS),
             num_tokens=sums.shape[0],
-            num_choices=tiles.slots.shape[1],
+            num_choices=slots.shape[1],
             width=width,
             num_peers=peers.size,
             is_half=is_half,
@@ -326,49 +372,3 @@ def return_while_computed(
             stream=main.cuda_stream,
         )
     return sums
-
-
-_WAITS = {
-    1: "the tiles of its own expert GEMM were not ready",
-    2: "rank {peer} did not read what it received before",
-    3: "rows from rank {peer} did not arrive",
-}
-
-
-def check_failure(pool: Pool) -> None:
-    """Raises where a kernel of an earlier call gave up waiting.
-
-    Raises:
-        PeerError: names the rank and what was waited for.
-    """
-    kind, peer, place, expected, seen = pool.failure.tolist()
-    if kind:
-        what = _WAITS[kind].format(peer=pool.peers.ranks[peer] if peer >= 0 else "?")
-        raise PeerError(
-            f"MoE layer '{pool.peers.layer}', rank {pool.peers.ranks[pool.peers.rank]}: {what} within "
-            f"{pool.peers.timeout_s:.0f} s (place {place}, expected {expected & 0xFFFFFFFF}, seen "
-            f"{seen & 0xFFFFFFFF}); outputs since then are not valid"
-        )
-
-
-def _load_kernels(op, pool: Pool) -> None:
-    """Runs every kernel once on nothing: loading one while another waits for it would never end."""
-    device = pool.device
-    stream = torch.cuda.current_stream(device).cuda_stream
-    nothing = torch.zeros(64, dtype=torch.int32, device=device)
-    zero = nothing.data_ptr()
-    operand = torch.zeros(64, 64, dtype=torch.float16, device=device)
-    for is_half in (False, True):
-        for transposed in (False, True):
-            op.expert_gemm(
-                a=operand.data_ptr(), b_maps=zero, c=operand.data_ptr(), items=zero, num_items=zero,
-                claimed=pool.claimed_items.data_ptr(), signals=0, epoch=zero, panel_done=0, panel_tiles=1, num_rows=64,
-                n=64, k=64, is_half=is_half, b_is_transposed=transposed, num_sms=2, courier=op.Courier(), stream=stream,
-            )  # fmt: skip
-        op.run_couriers(courier=op.Courier(), is_half=is_half, num_sms=2, stream=stream)
-        op.sum_slots(
-            received=zero, local=zero, slots=zero, sums=zero, arrived=zero, targets=zero, epoch=zero,
-            peer_consumed=zero, finished=pool.finished.data_ptr(), failure=pool.failure.data_ptr(), generation_bytes=0,
-            limit_ns=NS, num_tokens=0, num_choices=1, width=8, num_peers=0, is_half=is_half, num_sms=1, stream=stream,
-        )  # fmt: skip
-    torch.cuda.synchronize(device)

@@ -38,10 +38,10 @@ class Schedule:
         segments: [.., 8] int32: first row, rows, peer, row at the peer, first band, bands, parts before it, 0; one more
             than there are, of which only the parts before it count.
         num_segments: [1] int32.
-        sum_runs: [W - 1, 4] int32: first received row, rows, peer, row at the peer; for sums.
+        sum_runs: [W - 1, 4] int32: first received row, rows, peer, row at the peer; for sums that return.
+        send_runs: [W - 1, 4] int32: first sent row, rows, peer, row at the peer; for tokens that go out.
         panel_targets: [panels] int32, what the panels' counters show when all their tiles with remote rows are done.
-        slots: [T, k] int32, where a choice's row is summed from: v >= 0 is row v of the receive buffer, -1 is no row,
-            v < -1 is row -2 - v of this rank's own result.
+        slot_bases: [E] int32, the slot of this rank's first route to each expert.
         num_bands: an upper limit, for the ready signals.
     """
 
@@ -50,8 +50,9 @@ class Schedule:
     segments: torch.Tensor
     num_segments: torch.Tensor
     sum_runs: torch.Tensor
+    send_runs: torch.Tensor
     panel_targets: torch.Tensor
-    slots: torch.Tensor
+    slot_bases: torch.Tensor
     num_bands: int
 
 
@@ -77,44 +78,38 @@ class Returns:
         return tiles if self.num_panels == 1 else -(-tiles // (2 * self.num_panels)) * 2
 
 
-def schedule(
-    op, plan: Plan, experts: torch.Tensor, n: int, row_bytes: int, returns: Returns, panel_done: torch.Tensor
-) -> Schedule:
-    """Computes the :class:`Schedule` of one forward on the device, without waiting for it.
+def tile_schedule(group, plan: Plan, n: int, row_bytes: int, returns: Returns, local_first: bool = False) -> Schedule:
+    """Computes the :class:`Schedule` of one GEMM on the device, without waiting for it.
 
     Args:
-        op: the compiled operator.
+        group: the :class:`~ds_tileoverlap.overlap_group.Group`.
         plan: of this forward.
-        experts: [T, k] int32 routes, -1 where dropped.
         n: columns of the GEMM's result.
-        row_bytes: of a returned row, a multiple of 16.
-        panel_done: [>= panels] int32, the counters of finished tiles.
+        row_bytes: of a row that travels, a multiple of 16.
+        local_first: whether items without remote rows come first instead of last.
     """
-    device, size, rank = experts.device, plan.peers.size, plan.peers.rank
-    routes = plan.routes[:, rank]
+    op, device, size = group.op, plan.device_counts.device, plan.peers.size
+    routes = plan.routes[:, plan.peers.rank]
     # Every run of rows with tiles of its own may end in a tile that is not full.
     num_bands = int((-(-(routes if returns.aligns_owners else routes.sum(0)) // BAND)).sum())
     most_items = num_bands * -(-n // TILE_N) + 1
     most_segments = int((routes // BAND + 2).sum())
-    blocks = -(-experts.shape[0] // op.SLOT_TOKENS)
-    items, count, segments, num_sent, sum_runs, targets, bases, scratch = _words(
+    items, count, segments, num_sent, sum_runs, send_runs, targets, bases = _words(
         device,
         most_items * ITEM_WORDS,
         1,
         most_segments * SEGMENT_WORDS,
         1,
         size * SUM_RUN_WORDS,
+        size * SUM_RUN_WORDS,
         returns.num_panels,
         plan.num_experts,
-        blocks * plan.num_experts,
     )
-    slots = torch.empty_like(experts)
-    stream = torch.cuda.current_stream(device).cuda_stream
     op.schedule(
         counts=plan.device_counts.data_ptr(),
         counts_stride=plan.device_counts.shape[1],
         num_ranks=size,
-        rank=rank,
+        rank=plan.peers.rank,
         num_experts=plan.num_experts,
         n=n,
         row_bytes=row_bytes,
@@ -122,31 +117,46 @@ def schedule(
         bands_per_segment=returns.bands_per_segment,
         panel_tiles=returns.panel_tiles(n),
         num_panels=returns.num_panels,
-        panel_done=panel_done.data_ptr(),
+        panel_done=group.pool.panel_done.data_ptr(),
         panel_targets=targets.data_ptr(),
         sum_runs=sum_runs.data_ptr(),
+        send_runs=send_runs.data_ptr(),
+        local_first=local_first,
         items=items.data_ptr(),
         num_items=count.data_ptr(),
         segments=segments.data_ptr(),
         num_segments=num_sent.data_ptr(),
         slot_bases=bases.data_ptr(),
-        stream=stream,
+        stream=torch.cuda.current_stream(device).cuda_stream,
     )
-    own_first = sum(plan.send_splits[:rank])
+    return Schedule(items, count, segments, num_sent, sum_runs, send_runs, targets, bases, num_bands)
+
+
+def schedule_slots(op, plan: Plan, tiles: Schedule, experts: torch.Tensor, sums: bool) -> torch.Tensor:
+    """Where each choice's row is summed from, see :func:`plain_slots`.
+
+    Args:
+        op: the compiled operator.
+        experts: [T, k] int32 routes, -1 where dropped.
+        sums: whether one sum for each (token, rank) returns, instead of every row.
+    """
+    blocks = -(-experts.shape[0] // op.SLOT_TOKENS)
+    scratch, slots = experts.new_empty(blocks * plan.num_experts), torch.empty_like(experts)
+    own_first = sum(plan.send_splits[: plan.peers.rank])
     op.slots(
         experts=experts.data_ptr(),
-        slot_bases=bases.data_ptr(),
-        token_slots=plan.token_slots.data_ptr() if returns.sums else 0,
+        slot_bases=tiles.slot_bases.data_ptr(),
+        token_slots=plan.token_slots.data_ptr() if sums else 0,
         own_first=own_first,
-        own_end=own_first + plan.send_splits[rank],
+        own_end=own_first + plan.send_splits[plan.peers.rank],
         block_counts=scratch.data_ptr(),
         slots=slots.data_ptr(),
         num_tokens=experts.shape[0],
         num_choices=experts.shape[1],
         num_experts=plan.num_experts,
-        stream=stream,
+        stream=torch.cuda.current_stream(experts.device).cuda_stream,
     )
-    return Schedule(items, count, segments, num_sent, sum_runs, targets, slots, num_bands)
+    return slots
 
 
 def _words(device: torch.device, *counts: int) -> Sequence[torch.Tensor]:
@@ -193,7 +203,7 @@ def _in_order(routes: np.ndarray, rank: int) -> list[int]:
 
 
 def plain_items(
-    routes: np.ndarray, rank: int, n: int, aligns_owners: bool, panel_tiles: int = 0
+    routes: np.ndarray, rank: int, n: int, aligns_owners: bool, panel_tiles: int = 0, local_first: bool = False
 ) -> list[tuple[int, int, int, int, int, bool]]:
     """(first row, rows, expert, column tile, band, whether it touches remote rows) of every item.
 
@@ -203,6 +213,7 @@ def plain_items(
     Args:
         routes: [W, E_local] routes from each rank to each expert of this rank.
         panel_tiles: column tiles of a panel; 0 for all.
+        local_first: whether items without remote rows come first instead of last.
 
     With 300 rows of one expert from rank 1 and 40 from rank 0, on rank 0 and 256 columns, the items are
     ``(0, 256, 0, 0, 0, True)`` and ``(256, 84, 0, 0, 2, True)``: both touch remote rows.
@@ -211,7 +222,8 @@ def plain_items(
     ordered = [run for expert in _in_order(routes, rank) for run in runs[expert]]
     panels = [(first, min(first + (panel_tiles or tiles), tiles)) for first in range(0, tiles, panel_tiles or tiles)]
     items = []
-    for of_remote, (first_tile, end_tile) in [*((True, panel) for panel in panels), (False, (0, tiles))]:
+    phases = [*((True, panel) for panel in panels), (False, (0, tiles))]
+    for of_remote, (first_tile, end_tile) in phases[-1:] + phases[:-1] if local_first else phases:
         for run in ordered:
             touching = -(-run.remote // (2 * BAND))
             first, end = (0, touching) if of_remote else (touching, -(-run.rows // (2 * BAND)))
@@ -290,10 +302,26 @@ def plain_segments(
     return [*segments, (0, 0, 0, 0, 0, 0, parts)]
 
 
+def plain_send_runs(sends: np.ndarray, rank: int) -> list[tuple[int, int, int, int]]:
+    """(first sent row, rows, peer, row at the peer) of the tokens for each peer.
+
+    Args:
+        sends: [W, W] rows that each rank sends to each rank.
+
+    With 3 ranks that send ``[[5, 1, 2], [3, 9, 4], [7, 6, 8]]``, on rank 1: ``(12, 4, 2, 2)`` and ``(0, 3, 0, 0)``.
+    """
+    runs = []
+    for peer in _owners(rank, len(sends))[:-1]:
+        earlier = [r for r in range(rank) if r != peer]
+        runs.append((int(sends[rank, :peer].sum()), int(sends[rank, peer]), peer, int(sends[earlier, peer].sum())))
+    return runs
+
+
 def plain_slots(
     experts: torch.Tensor, routes: np.ndarray, rank: int, sent: tuple[torch.Tensor, np.ndarray] | None = None
 ) -> torch.Tensor:
-    """Where each choice's row is summed from, as :attr:`Schedule.slots`.
+    """Where each choice's row is summed from: v >= 0 is row v of the receive buffer, -1 is no row, v < -1 is row -2 - v
+    of this rank's own result.
 
     Args:
         experts: [T, k] int32 routes of this rank, -1 where dropped.

@@ -9,8 +9,6 @@ recomputed with the rows they index, so a row and its place never come from two 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from .combine import return_rows, return_rows_and_scalars, return_scalars
@@ -24,38 +22,21 @@ from .expert_gemm import (
     mlp_output,
     run_modules,
 )
-from .expert_weights import ExpertWeights, expert_weights, split_slots
+from .expert_weights import expert_weights, split_slots
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
 from .stages import Stages
 
-# Hidden rows of this rank's experts -> sums of the outputs for this rank's tokens [T, H].
-OutputHome = Callable[[torch.Tensor, ExpertWeights, Plan, Stages], torch.Tensor]
-
-
-def output_home(hidden: torch.Tensor, weights: ExpertWeights, plan: Plan, stages: Stages) -> torch.Tensor:
-    """The down projection, and after it the return and the sum."""
-    with stages("expert_gemm"):
-        outputs = mlp_output(hidden, plan.row_weights, weights, plan)
-    with stages("combine"):
-        return return_rows(outputs, plan, "combine")
-
 
 def routed_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: LocalExperts,
-    plan: Plan,
-    stages: Stages,
-    output_home: OutputHome = output_home,
+    x: torch.Tensor, weights: torch.Tensor, experts: LocalExperts, plan: Plan, stages: Stages
 ) -> torch.Tensor:
     """The weighted sum of each token's experts.
 
     Args:
         x: [T, H] tokens of this rank.
         weights: [T, k] float32 router weights, whose values came to the experts with the layout.
-        output_home: how the outputs of experts of a known form come home.
 
     Returns:
         [T, H], in the dtype that the experts compute in.
@@ -65,7 +46,7 @@ def routed_experts(
     if experts.form is not None:
         dtype, parameters = compute_dtype(x), experts.parameters()
         layout = experts.weight_layout(parameters, dtype)
-        return _apply(_RoutedMLP, x, weights, anchor, layout, plan, dtype, stages, output_home, *parameters)
+        return apply_without_look(RoutedMLP, x, weights, anchor, layout, plan, dtype, stages, None, *parameters)
     with stages("dispatch"):
         rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
     with stages("expert_gemm"):
@@ -80,14 +61,14 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _apply(function: type[torch.autograd.Function], *inputs: object) -> torch.Tensor:
+def apply_without_look(function: type[torch.autograd.Function], *inputs: object) -> torch.Tensor:
     """``function.apply`` without its look at every input for functorch wrappers: there are hundreds of parameters."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*inputs)
     return super(torch.autograd.Function, function).apply(*inputs)
 
 
-class _RoutedMLP(torch.autograd.Function):
+class RoutedMLP(torch.autograd.Function):
     """Dispatch, expert MLPs of a known form, and combine, as one node: its backward decides what runs when.
 
     The parameters follow the fixed inputs, slot by slot of the form. Every parameter that wants a gradient gets one.
@@ -97,23 +78,30 @@ class _RoutedMLP(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx, x, weights, anchor, layout, plan, dtype, stages, output_home, *parameters):
+    def forward(ctx, x, weights, anchor, layout, plan, dtype, stages, run, *parameters):
         with stages("dispatch"):
             rows = send_tokens(x, plan, "dispatch").to(dtype)
         with stages("expert_gemm"):
             stacks = expert_weights(layout, parameters, dtype)
             hidden, pre_activations = mlp_hidden(rows, plan.row_weights, stacks, plan)
-        output = output_home(hidden, stacks, plan, stages)
-        ctx.layout, ctx.plan, ctx.stages = layout, plan.without_tensors(), stages
+            outputs = mlp_output(hidden, plan.row_weights, stacks, plan)
+        with stages("combine"):
+            output = return_rows(outputs, plan, "combine")
+        RoutedMLP.keep(ctx, x, weights, rows, plan, pre_activations, layout, stages, parameters, lambda rows, *_: rows)
+        return output
+
+    @staticmethod
+    def keep(ctx, x, weights, kept, plan, pre_activations, layout, stages, parameters, expand):
+        """Saves what backward needs. ``expand(kept, x, plan)`` makes the expert rows of what is kept of them."""
+        ctx.expand, ctx.layout, ctx.plan, ctx.stages = expand, layout, plan.without_tensors(), stages
         # Parameters are leaves that the graph keeps alive anyway; saving hundreds of them costs the host too much.
         ctx.parameters, ctx.state = parameters, _state(parameters)
-        ctx.save_for_backward(x, weights, rows, *plan.tensors(), *pre_activations)
-        return output
+        ctx.save_for_backward(x, weights, kept, *plan.tensors(), *pre_activations)
 
     @staticmethod
     @without_autocast
     def backward(ctx, grad):
-        x, weights, rows, *saved = ctx.saved_tensors
+        x, weights, kept, *saved = ctx.saved_tensors
         plan, pre_activations = ctx.plan.with_tensors(saved[: Plan.NUM_TENSORS]), saved[Plan.NUM_TENSORS :]
         parameters, form, stages = ctx.parameters, ctx.layout.form, ctx.stages
         if _state(parameters) != ctx.state:
@@ -124,30 +112,32 @@ class _RoutedMLP(torch.autograd.Function):
             return _differentiable_backward(ctx, grad, x, weights, plan, parameters)
         # Unless the graph is retained, what was saved is freed as soon as it has been used, not at the end.
         ctx.maybe_clear_saved_tensors()
-        x_dtype = x.dtype
-        del saved, x, weights
-        needs = split_slots(form, ctx.needs_input_grad[_RoutedMLP.FIXED_INPUTS :])
+        del saved, weights
+        needs = split_slots(form, ctx.needs_input_grad[RoutedMLP.FIXED_INPUTS :])
         wanted = {slot for slot, need in zip(form.slots, needs) if any(need)}
 
         with stages("combine backward"):
             grad = send_tokens(grad, plan, "combine backward")
         with stages("expert_gemm backward"):
-            stacks = expert_weights(ctx.layout, parameters, rows.dtype)
+            stacks = expert_weights(ctx.layout, parameters, kept.dtype)
             grad_rows, grad_row_weights, grad_pre_activations, hidden = mlp_backward_rows(
                 grad, plan.row_weights, pre_activations, stacks, plan, keep_hidden=(form.down, "weight") in wanted
             )
         with stages("dispatch backward"):
             grad_x, grad_weights = return_rows_and_scalars(
-                grad_rows.to(x_dtype), grad_row_weights, plan, "dispatch backward"
+                grad_rows.to(x.dtype), grad_row_weights, plan, "dispatch backward"
             )
         del grad_rows
         with stages("expert_gemm weight gradients"):
             found = down_grads(grad, hidden, plan.row_weights, form, plan, wanted)
             del grad, hidden
+            rows = None
+            if any((name, "weight") in wanted for name in form.projections[:-1]):
+                rows = ctx.expand(kept, x, plan)
             found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted)
         nothing = [None] * len(plan.expert_counts)
         of_parameters = [g for slot in form.slots for g in (found[slot] if slot in wanted else nothing)]
-        return grad_x, grad_weights, *[None] * (_RoutedMLP.FIXED_INPUTS - 2), *of_parameters
+        return grad_x, grad_weights, *[None] * (RoutedMLP.FIXED_INPUTS - 2), *of_parameters
 
 
 def _state(parameters: tuple[torch.Tensor, ...]) -> tuple[int, int]:
@@ -156,8 +146,8 @@ def _state(parameters: tuple[torch.Tensor, ...]) -> tuple[int, int]:
 
 
 def _differentiable_backward(ctx, grad, x, weights, plan, parameters):
-    """The backward of :class:`_RoutedMLP` for ``create_graph``: through differentiable stages, computed again."""
-    fixed = _RoutedMLP.FIXED_INPUTS
+    """The backward of :class:`RoutedMLP` for ``create_graph``: through differentiable stages, computed again."""
+    fixed = RoutedMLP.FIXED_INPUTS
     # Views, because inputs may depend on each other (weights on x, x on parameters): gradients must stop here.
     x, weights, *parameters = (tensor.view_as(tensor) for tensor in (x, weights, *parameters))
     anchor = x.new_empty(0, requires_grad=True)

@@ -11,11 +11,12 @@ class WeightMaps:
     def __init__(self):
         self._tables: dict[tuple, torch.Tensor] = {}
 
-    def of(self, op, stack, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
+    def of(self, op, name: str, stack, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
         """The table of one projection on the device.
 
         Args:
             op: the compiled operator.
+            name: which projection; its table is kept under this name.
             stack: (first expert, end, view [n, rows, columns]) for each run of the local experts.
             dtype: bfloat16 or float16.
             transposed: whether the GEMM sums over the rows of a weight instead of its columns.
@@ -29,7 +30,7 @@ class WeightMaps:
             for i in range(end - first)
         ]
         rows, columns = stack[0][2].shape[1:]
-        key = (rows, columns, dtype, transposed)
+        key = (name, rows, columns, dtype, transposed)
         kept = self._tables.get(key)
         if kept is not None and kept[0] == addresses:
             return kept[1]

@@ -105,7 +105,7 @@ def run(shape: Shape, names: list[str], samples: int, device: torch.device, brea
             arms[name] = autoep(shape, device, dtype, options, source)
     if "sequential" in names:
         arms["sequential"] = native(shape, device, dtype, "sequential")
-    arms["ours"] = native(shape, device, dtype, "auto")
+    arms["ours"] = native(shape, device, dtype, "overlap")
 
     generator = torch.Generator(device).manual_seed(100 + dist.get_rank())
     inputs = [

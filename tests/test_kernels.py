@@ -1,10 +1,12 @@
 """Every Triton kernel against its plain PyTorch twin: on GPUs, or on CPU through Triton's interpreter."""
 
+import dataclasses
+
 import pytest
 import torch
 from models import E
 
-from ds_tileoverlap import activation, combine, expert_gemm, kernels, layout, placement, top_k
+from ds_tileoverlap import activation, combine, dispatch, expert_gemm, kernels, layout, placement, top_k
 from ds_tileoverlap.exchange import Peers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -231,3 +233,18 @@ def test_routing_kernel_gives_distinct_experts_on_ties_and_nan(monkeypatch):
     experts, weights, _, counts = top_k.TopKRouting.apply(logits, None, 0, None, 3)
     assert experts.tolist() == [[0, 1, 2], [0, 1, 2], [3, 0, 1]]
     assert counts.sum() == 9 and weights[1].isnan().all() and not weights[[0, 2]].isnan().any()
+
+
+def test_expand_rows_kernel(compare):
+    """Received rows 0-3 from rank 0, 4-6 this rank's own (tokens 5, 0, 2), 7-8 from rank 2."""
+    arrived, x = random(6, 300), random(9, 300)
+    sources = torch.tensor([6, 0, 8, 4, 4, 7, 3, 5], dtype=torch.int32, device=DEVICE)
+    sent = torch.tensor([8, 7, 5, 0, 2, 1], dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(3, 3 + 3 + 1, dtype=torch.int32)
+    counts[1, 3:6], counts[:, 4] = torch.tensor([2, 3, 1]), torch.tensor([4, 3, 2])
+    plan = layout.Plan(Peers(None, 1, (0, 1, 2), 0.0, "test"), counts, *[None] * 8)
+    plan = dataclasses.replace(plan, sent_tokens=sent, row_sources=sources)
+    twin, kernel = compare(lambda: [dispatch.expand_rows(arrived, x, plan)])
+    same(kernel, twin)
+    received = torch.cat([arrived[:4], x[[5, 0, 2]], arrived[4:]])
+    assert torch.equal(twin[0], received[sources.long()])

@@ -7,17 +7,19 @@ import torch
 from models import Gated, T, assert_close, backward_of, fill, mlp, ours, stock, tokens
 from test_gpu import ERRORS, relative_errors
 
-from ds_tileoverlap import buffer, overlap
+from ds_tileoverlap import buffer, layout, overlap_group, route, schedule, symmetric_layout
+from ds_tileoverlap.config import TileOverlapConfig
+from ds_tileoverlap.exchange import peers_of
 from ds_tileoverlap.op_builder.tileoverlap import TileOverlapBuilder
 
 
 def _fallback(reasons):
     """Two layers and steps where a rank's machine has a reason not to overlap; returns what was logged."""
     rank, said = torch.distributed.get_rank(), []
-    kept = overlap._refusal, TileOverlapBuilder.refusal, TileOverlapBuilder.load, overlap.say
-    overlap.say = lambda line, **options: said.append(line)
-    overlap._GROUPS.clear()
-    overlap._refusal = lambda device: reasons[rank]
+    kept = overlap_group._refusal, TileOverlapBuilder.refusal, TileOverlapBuilder.load, overlap_group.say
+    overlap_group.say = lambda line, **options: said.append(line)
+    overlap_group._GROUPS.clear()
+    overlap_group._refusal = lambda device: reasons[rank]
     TileOverlapBuilder.refusal, TileOverlapBuilder.load = lambda self: None, lambda self: SimpleNamespace(MAX_PEERS=8)
     try:
         for _ in range(2):
@@ -29,8 +31,8 @@ def _fallback(reasons):
                 x, grad = tokens(rank + step, T), tokens(9 + rank, T)
                 assert_close(backward_of(mine, x, grad), backward_of(expected, x, grad))
     finally:
-        overlap._refusal, TileOverlapBuilder.refusal, TileOverlapBuilder.load, overlap.say = kept
-        overlap._GROUPS.clear()
+        overlap_group._refusal, TileOverlapBuilder.refusal, TileOverlapBuilder.load, overlap_group.say = kept
+        overlap_group._GROUPS.clear()
     return said
 
 
@@ -61,7 +63,7 @@ def overlapped(form, dtype, hidden, intermediate, options=None, **layer_options)
 
 def epoch():
     (pool,) = buffer._POOLS.values()
-    return int(pool.epoch)
+    return int(pool.returns.epoch)
 
 
 def _parity(form, dtype, hidden, intermediate, num_experts, lengths, k, options):
@@ -105,3 +107,35 @@ def test_equals_reference(two_gpus, form, k, dtype, options):
 @pytest.mark.parametrize("hidden,intermediate", [(1024, 1408), (2880, 2880), (72, 40), (8192, 1024), (2048, 768)])
 def test_awkward_shapes(two_gpus, hidden, intermediate, combine):
     two_gpus(_parity, "gated", torch.bfloat16, hidden, intermediate, 6, [(257, 257), (1, 900)], 2, {"combine": combine})
+
+
+def _same_plan(lengths, k, num_experts, combine):
+    rank, device = torch.distributed.get_rank(), torch.device("cuda", torch.cuda.current_device())
+    peers = peers_of(torch.distributed.group.WORLD, device, None, "test")
+    group = overlap_group.group_of(peers, device)
+    assert group.op is not None, group.reason
+    for step, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        scores = torch.rand(length[rank], num_experts, generator=generator)
+        experts = scores.topk(k, 1).indices.int()
+        experts[torch.rand(experts.shape, generator=generator) < 0.2] = -1
+        weights = torch.rand(experts.shape, generator=generator)
+        routes = route.Routes(experts.to(device), weights.to(device), None, None)
+        config = TileOverlapConfig(enabled=True, combine=combine)
+        expected = layout.layout(routes, num_experts, peers, can_overlap=True)
+        got = symmetric_layout.layout(routes, num_experts, peers, group, config, 128, True)
+        assert torch.equal(got.counts, expected.counts) and got.all_can_overlap
+        for name in layout._TENSOR_FIELDS:
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+        sent = (expected.token_slots.cpu(), expected.sends) if got.returns.sums else None
+        slots = schedule.plain_slots(experts, expected.routes, rank, sent)
+        assert torch.equal(got.slots.cpu(), slots)
+    refused = symmetric_layout.layout(routes, num_experts, peers, group, config, 128, rank == 0)
+    assert not refused.all_can_overlap and refused.first_that_cannot_overlap == 1
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("combine", ["rows", "sums"])
+@pytest.mark.parametrize("k,num_experts", [(1, 2), (2, 8), (3, 60), (8, 128), (5, 1024)])
+def test_layout_through_symmetric_memory_equals_the_other(two_gpus, k, num_experts, combine):
+    two_gpus(_same_plan, [(33, 33), (700, 500), (0, 64), (64, 0), (0, 0), (1, 2000)], k, num_experts, combine)

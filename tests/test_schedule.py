@@ -1,6 +1,7 @@
 """The schedule of tiles, the segments and the slots: worked examples, what any routing must give, and the kernels."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ def test_worked_examples():
     assert schedule.plain_slots(experts, routes, 0, (sent, np.array([[1, 2], [1, 0]]))).tolist() == [[-3, 0], [1, -1]]
     sends = np.array([[5, 1, 2], [3, 9, 4], [7, 6, 8]])
     assert schedule.plain_sum_runs(sends, 1) == [(10, 6, 2, 7), (0, 1, 0, 0)]
+    assert schedule.plain_send_runs(sends, 1) == [(12, 4, 2, 2), (0, 3, 0, 0)]
 
 
 def sent_of(chosen, ranks, experts):
@@ -132,7 +134,15 @@ def check_sums(case, routes, chosen):
             assert line == sends[:peer, rank].sum() and lines == sends[peer, rank]
             for i in range(lines):
                 assert landed[peer].setdefault(peer_row + i, (rank, i)) == (rank, i)
+    arrived = [set() for _ in range(ranks)]
     for rank in range(ranks):
+        for line, lines, peer, peer_row in schedule.plain_send_runs(sends, rank):
+            assert line == sends[rank, :peer].sum() and lines == sends[rank, peer]
+            rows = set(range(peer_row, peer_row + lines))
+            assert not rows & arrived[peer]
+            arrived[peer] |= rows
+    for rank in range(ranks):
+        assert arrived[rank] == set(range(sends[:, rank].sum() - sends[rank, rank]))
         found = schedule.plain_slots(chosen[rank], routes, rank, (slots[rank], sends))
         visits = 0
         for token, choices in enumerate(chosen[rank].tolist()):
@@ -164,9 +174,11 @@ def test_kernels_equal_the_plain_twins(op, case, width, aligns_owners, num_panel
         plan = Plan(Peers(None, rank, tuple(range(ranks)), 0.0, "test"), counts, counts.cuda(), *[None] * 7)
         plan = dataclasses.replace(plan, token_slots=slots[rank].cuda())
         returns = schedule.Returns(sums, aligns_owners, 3, num_panels)
-        found = schedule.schedule(op, plan, chosen[rank].cuda(), width, 2 * width, returns, done)
+        group = SimpleNamespace(op=op, pool=SimpleNamespace(panel_done=done))
+        local_first = num_panels == 1 and sums
+        found = schedule.tile_schedule(group, plan, width, 2 * width, returns, local_first)
         tiles = returns.panel_tiles(width)
-        items = schedule.plain_items(routes[:, rank], rank, width, aligns_owners, tiles)
+        items = schedule.plain_items(routes[:, rank], rank, width, aligns_owners, tiles, local_first)
         got = found.items.view(-1, 4)[: int(found.num_items[0])].tolist()
         assert [(r, n, z & 0x7FFF, z >> 16 & 0xFFFF, band, bool(z & 0x8000)) for r, n, z, band in got] == items
         segments = schedule.plain_segments(routes, rank, 2 * width, aligns_owners, 3)
@@ -176,6 +188,8 @@ def test_kernels_equal_the_plain_twins(op, case, width, aligns_owners, num_panel
         assert max((band + (n > 128) for _, n, _, _, band, _ in items), default=-1) < found.num_bands
         runs = schedule.plain_sum_runs(sends, rank)
         assert [tuple(run) for run in found.sum_runs.view(-1, 4)[: ranks - 1].tolist()] == runs
+        runs = schedule.plain_send_runs(sends, rank)
+        assert [tuple(run) for run in found.send_runs.view(-1, 4)[: ranks - 1].tolist()] == runs
         finished = [0] * num_panels
         for _, rows, _, column, _, of_remote in items:
             for c in [column, column] if rows > schedule.BAND else [column, column + 1]:
@@ -184,4 +198,5 @@ def test_kernels_equal_the_plain_twins(op, case, width, aligns_owners, num_panel
                 )
         assert [t - d for t, d in zip(found.panel_targets.tolist(), done.tolist())] == finished
         sent = (slots[rank], sends) if sums else None
-        assert torch.equal(found.slots.cpu(), schedule.plain_slots(chosen[rank], routes, rank, sent))
+        got = schedule.schedule_slots(op, plan, found, chosen[rank].cuda(), sums)
+        assert torch.equal(got.cpu(), schedule.plain_slots(chosen[rank], routes, rank, sent))

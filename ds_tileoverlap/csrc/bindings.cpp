@@ -3,12 +3,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
+#include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "combine.cuh"
 #include "expert_gemm.cuh"
+#include "layout.cuh"
 #include "schedule.cuh"
 
 namespace py = pybind11;
@@ -34,11 +38,15 @@ cudaStream_t stream_of(Address stream) { return reinterpret_cast<cudaStream_t>(s
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.attr("MAX_EXPERTS") = static_cast<int>(TILEOVERLAP_MAX_EXPERTS);
     module.attr("SLOT_TOKENS") = static_cast<int>(TILEOVERLAP_SLOT_TOKENS);
+    module.attr("BLOCK_TOKENS") = static_cast<int>(TILEOVERLAP_BLOCK_TOKENS);
     module.attr("PART") = static_cast<int>(TILEOVERLAP_PART);
     module.attr("ITEM_BYTES") = sizeof(TileOverlapItem);
     module.attr("SEGMENT_BYTES") = sizeof(TileOverlapSegment);
     module.attr("MAX_PEERS") = static_cast<int>(TILEOVERLAP_MAX_PEERS);
     module.attr("MAX_PANELS") = static_cast<int>(TILEOVERLAP_MAX_PANELS);
+    module.attr("ROWS_HOME") = static_cast<int>(ROWS_HOME);
+    module.attr("SUMS_HOME") = static_cast<int>(SUMS_HOME);
+    module.attr("TOKENS_OUT") = static_cast<int>(TOKENS_OUT);
     module.attr("RETURN_ROWS") = static_cast<int>(RETURN_ROWS);
     module.attr("RETURN_SUMS") = static_cast<int>(RETURN_SUMS);
     module.attr("MAP_BYTES") = 128;
@@ -60,12 +68,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         "schedule",
         [](Address counts, int counts_stride, int num_ranks, int rank, int num_experts, int n, int row_bytes,
            bool aligns_owners, int bands_per_segment, int panel_tiles, int num_panels, Address panel_done,
-           Address panel_targets, Address sum_runs, Address items, Address num_items, Address segments,
+           Address panel_targets, Address sum_runs, Address send_runs, bool local_first, Address items, Address num_items, Address segments,
            Address num_segments, Address slot_bases, Address stream) {
             TileOverlapSchedule arguments = {at<int>(counts), counts_stride, num_ranks, rank, num_experts, n, row_bytes,
                                              aligns_owners, bands_per_segment, panel_tiles, num_panels,
                                              at<uint32_t>(panel_done), at<uint32_t>(panel_targets),
-                                             at<TileOverlapSumRun>(sum_runs), at<TileOverlapItem>(items),
+                                             at<TileOverlapSumRun>(sum_runs), at<TileOverlapSumRun>(send_runs),
+                                             local_first, at<TileOverlapItem>(items),
                                              at<int>(num_items), at<TileOverlapSegment>(segments),
                                              at<int>(num_segments), at<int>(slot_bases)};
             check(tileoverlap_schedule(&arguments, stream_of(stream)), "schedule");
@@ -73,7 +82,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         py::kw_only(), py::arg("counts"), py::arg("counts_stride"), py::arg("num_ranks"), py::arg("rank"),
         py::arg("num_experts"), py::arg("n"), py::arg("row_bytes"), py::arg("aligns_owners"),
         py::arg("bands_per_segment"), py::arg("panel_tiles"), py::arg("num_panels"), py::arg("panel_done"),
-        py::arg("panel_targets"), py::arg("sum_runs"), py::arg("items"), py::arg("num_items"), py::arg("segments"),
+        py::arg("panel_targets"), py::arg("sum_runs"), py::arg("send_runs") = 0, py::arg("local_first") = false,
+        py::arg("items"), py::arg("num_items"), py::arg("segments"),
         py::arg("num_segments"), py::arg("slot_bases"), py::arg("stream"));
 
     module.def(
@@ -87,6 +97,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         py::kw_only(), py::arg("experts"), py::arg("slot_bases"), py::arg("token_slots"), py::arg("own_first"),
         py::arg("own_end"), py::arg("block_counts"), py::arg("slots"), py::arg("num_tokens"), py::arg("num_choices"),
         py::arg("num_experts"), py::arg("stream"));
+
+    // Where the rows of operand A lie; kept by Python for the length of one call.
+    py::class_<TileOverlapGather>(module, "Gather")
+        .def(py::init<>())
+        .def(py::init([](Address sources, int own_first, int own_end, Address own_tokens, Address tokens, Address received,
+                         int64_t generation_bytes, Address arrived, Address targets, Address epoch, int num_peers,
+                         Address failure, uint64_t limit_ns) {
+                 return TileOverlapGather{at<int>(sources), own_first, own_end, at<int>(own_tokens), at<void>(tokens),
+                                          at<void>(received), generation_bytes, at<uint32_t>(arrived),
+                                          at<uint32_t>(targets), at<uint32_t>(epoch), num_peers,
+                                          at<TileOverlapFailure>(failure), limit_ns};
+             }),
+             py::kw_only(), py::arg("sources"), py::arg("own_first"), py::arg("own_end"), py::arg("own_tokens"),
+             py::arg("tokens"), py::arg("received"), py::arg("generation_bytes"), py::arg("arrived"), py::arg("targets"),
+             py::arg("epoch"), py::arg("num_peers"), py::arg("failure"), py::arg("limit_ns"));
 
     // What couriers carry and where to; kept by Python for the length of one call.
     py::class_<TileOverlapCourier>(module, "Courier")
@@ -116,28 +141,106 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         "expert_gemm",
         [](Address a, Address b_maps, Address c, Address items, Address num_items, Address claimed, Address signals,
            Address epoch, Address panel_done, int panel_tiles, int num_rows, int n, int k, bool is_half,
-           bool b_is_transposed, int num_sms, const TileOverlapCourier& courier, Address stream) {
+           bool b_is_transposed, int num_sms, const TileOverlapCourier& courier, const TileOverlapGather& gather,
+           Address stream) {
             TileOverlapGemm arguments = {at<void>(a), at<void>(b_maps), at<void>(c), at<TileOverlapItem>(items),
                                          at<int>(num_items), at<int>(claimed), at<uint32_t>(signals),
                                          at<uint32_t>(epoch), at<uint32_t>(panel_done), panel_tiles, num_rows, n, k,
                                          is_half, b_is_transposed, num_sms};
-            check(tileoverlap_expert_gemm(&arguments, &courier, stream_of(stream)), "expert_gemm");
+            check(tileoverlap_expert_gemm(&arguments, &gather, &courier, stream_of(stream)), "expert_gemm");
         },
         py::kw_only(), py::arg("a"), py::arg("b_maps"), py::arg("c"), py::arg("items"), py::arg("num_items"),
         py::arg("claimed"), py::arg("signals"), py::arg("epoch"), py::arg("panel_done"), py::arg("panel_tiles"),
         py::arg("num_rows"), py::arg("n"), py::arg("k"), py::arg("is_half"), py::arg("b_is_transposed"),
-        py::arg("num_sms"), py::arg("courier"), py::arg("stream"));
+        py::arg("num_sms"), py::arg("courier"), py::arg("gather") = TileOverlapGather{}, py::arg("stream"));
+
+    module.def(
+        "count",
+        [](Address experts, int num_tokens, int num_choices, int num_experts, int num_ranks, int rank, int word,
+           Address block_counts, Address peer_counts, int stride, Address peer_ready, Address ready, Address epoch,
+           Address targets, Address counts, Address bases, Address host_counts, Address host_ready, Address failure,
+           uint64_t limit_ns, Address stream) {
+            TileOverlapCount arguments = {at<int>(experts), num_tokens, num_choices, num_experts, num_ranks, rank, word,
+                                          at<int>(block_counts), at<int*>(peer_counts), stride,
+                                          at<uint32_t*>(peer_ready), at<uint32_t>(ready), at<uint32_t>(epoch),
+                                          at<uint32_t>(targets), at<int>(counts), at<int>(bases), at<int>(host_counts),
+                                          at<uint32_t>(host_ready), at<TileOverlapFailure>(failure), limit_ns};
+            check(tileoverlap_count(&arguments, stream_of(stream)), "count");
+        },
+        py::kw_only(), py::arg("experts"), py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_experts"),
+        py::arg("num_ranks"), py::arg("rank"), py::arg("word"), py::arg("block_counts"), py::arg("peer_counts"),
+        py::arg("stride"), py::arg("peer_ready"), py::arg("ready"), py::arg("epoch"), py::arg("targets"),
+        py::arg("counts"), py::arg("bases"), py::arg("host_counts"), py::arg("host_ready"), py::arg("failure"),
+        py::arg("limit_ns"), py::arg("stream"));
+
+    // Waits on the host for a word that a kernel writes; false if it did not change within the limit.
+    module.def(
+        "wait_for_change",
+        [](Address word, uint32_t old_value, double limit_s) {
+            py::gil_scoped_release others_may_run;
+            auto start = std::chrono::steady_clock::now();
+            volatile uint32_t* value = at<volatile uint32_t>(word);
+            for (uint64_t looks = 1; *value == old_value; looks++) {
+                auto waited = std::chrono::steady_clock::now() - start;
+                if (waited > std::chrono::duration<double>(limit_s)) return false;
+                // Counts of a step come within microseconds; longer waits leave the core to others.
+                if (waited > std::chrono::milliseconds(2)) std::this_thread::sleep_for(std::chrono::microseconds(100));
+            }
+            std::atomic_thread_fence(std::memory_order_acquire);
+            return true;
+        },
+        py::kw_only(), py::arg("word"), py::arg("old_value"), py::arg("limit_s"));
+
+    module.def(
+        "place",
+        [](Address experts, Address weights, Address block_counts, Address bases, int num_tokens, int num_choices,
+           int num_experts, int num_ranks, int rank, bool returns_sums, Address sent_tokens, Address choice_slots,
+           Address token_slots, Address slots, Address peer_buffers, int64_t generation_bytes, Address peer_arrived,
+           Address peer_consumed, Address epoch, Address failure, uint64_t limit_ns, Address stream) {
+            TileOverlapPlace arguments = {at<int>(experts), at<float>(weights), at<int>(block_counts), at<int>(bases),
+                                          num_tokens, num_choices, num_experts, num_ranks, rank, returns_sums,
+                                          at<int>(sent_tokens), at<int>(choice_slots), at<int>(token_slots),
+                                          at<int>(slots), at<void*>(peer_buffers), generation_bytes,
+                                          at<uint32_t*>(peer_arrived), at<uint32_t>(peer_consumed),
+                                          at<uint32_t>(epoch), at<TileOverlapFailure>(failure), limit_ns};
+            check(tileoverlap_place(&arguments, stream_of(stream)), "place");
+        },
+        py::kw_only(), py::arg("experts"), py::arg("weights"), py::arg("block_counts"), py::arg("bases"),
+        py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_experts"), py::arg("num_ranks"), py::arg("rank"),
+        py::arg("returns_sums"), py::arg("sent_tokens"), py::arg("choice_slots"), py::arg("token_slots"),
+        py::arg("slots"), py::arg("peer_buffers"), py::arg("generation_bytes"), py::arg("peer_arrived"),
+        py::arg("peer_consumed"), py::arg("epoch"), py::arg("failure"), py::arg("limit_ns"), py::arg("stream"));
+
+    module.def(
+        "receive",
+        [](Address buffer, int64_t generation_bytes, int num_received, int num_choices, int num_ranks, int num_experts,
+           int rank, Address counts, Address choice_rows, Address row_sources, Address row_weights, Address row_offsets,
+           Address arrived, Address targets, Address epoch, Address peer_read, Address finished, Address failure,
+           uint64_t limit_ns, Address stream) {
+            TileOverlapReceive arguments = {at<void>(buffer), generation_bytes, num_received, num_choices, num_ranks,
+                                            num_experts, rank, at<int>(counts), at<int>(choice_rows),
+                                            at<int>(row_sources), at<float>(row_weights), at<int>(row_offsets),
+                                            at<uint32_t>(arrived), at<uint32_t>(targets), at<uint32_t>(epoch),
+                                            at<uint32_t*>(peer_read), at<int>(finished),
+                                            at<TileOverlapFailure>(failure), limit_ns};
+            check(tileoverlap_receive(&arguments, stream_of(stream)), "receive");
+        },
+        py::kw_only(), py::arg("buffer"), py::arg("generation_bytes"), py::arg("num_received"), py::arg("num_choices"),
+        py::arg("num_ranks"), py::arg("num_experts"), py::arg("rank"), py::arg("counts"), py::arg("choice_rows"),
+        py::arg("row_sources"), py::arg("row_weights"), py::arg("row_offsets"), py::arg("arrived"), py::arg("targets"),
+        py::arg("epoch"), py::arg("peer_read"), py::arg("finished"), py::arg("failure"), py::arg("limit_ns"),
+        py::arg("stream"));
 
     module.def(
         "begin_return",
-        [](Address counts, int counts_stride, int num_ranks, int rank, int num_experts, bool returns_sums, int row_bytes,
+        [](Address counts, int counts_stride, int num_ranks, int rank, int num_experts, int what, int row_bytes,
            Address epoch, Address targets, Address stream) {
-            TileOverlapBegin arguments = {at<int>(counts), counts_stride, num_ranks, rank, num_experts, returns_sums,
+            TileOverlapBegin arguments = {at<int>(counts), counts_stride, num_ranks, rank, num_experts, what,
                                           row_bytes, at<uint32_t>(epoch), at<uint32_t>(targets)};
             check(tileoverlap_begin_return(&arguments, stream_of(stream)), "begin_return");
         },
         py::kw_only(), py::arg("counts"), py::arg("counts_stride"), py::arg("num_ranks"), py::arg("rank"),
-        py::arg("num_experts"), py::arg("returns_sums"), py::arg("row_bytes"), py::arg("epoch"), py::arg("targets"),
+        py::arg("num_experts"), py::arg("what"), py::arg("row_bytes"), py::arg("epoch"), py::arg("targets"),
         py::arg("stream"));
 
     module.def(
@@ -146,6 +249,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             check(tileoverlap_return(&courier, is_half, num_sms, stream_of(stream)), "run_couriers");
         },
         py::kw_only(), py::arg("courier"), py::arg("is_half"), py::arg("num_sms"), py::arg("stream"));
+
+    module.def(
+        "keep_rows",
+        [](Address received, int64_t generation_bytes, Address epoch, Address kept, int64_t num_bytes,
+           Address peer_consumed, Address finished, int num_peers, int num_sms, Address stream) {
+            TileOverlapKeep arguments = {at<void>(received), generation_bytes, at<uint32_t>(epoch), at<void>(kept),
+                                         num_bytes, at<uint32_t*>(peer_consumed), at<int>(finished), num_peers, num_sms};
+            check(tileoverlap_keep(&arguments, stream_of(stream)), "keep_rows");
+        },
+        py::kw_only(), py::arg("received"), py::arg("generation_bytes"), py::arg("epoch"), py::arg("kept"),
+        py::arg("num_bytes"), py::arg("peer_consumed"), py::arg("finished"), py::arg("num_peers"), py::arg("num_sms"),
+        py::arg("stream"));
 
     module.def(
         "sum_slots",

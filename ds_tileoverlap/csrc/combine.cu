@@ -11,10 +11,12 @@ __global__ void begin_return(const __grid_constant__ TileOverlapBegin args) {
     for (int peer = threadIdx.x; peer < args.num_ranks; peer += blockDim.x) {
         if (peer == args.rank) continue;
         uint32_t rows = 0;
-        if (args.returns_sums)
+        if (args.what == ROWS_HOME)
+            for (int e = 0; e < local; e++) rows += mine[peer * local + e];
+        else if (args.what == SUMS_HOME)
             rows = mine[args.num_experts + peer];
         else
-            for (int e = 0; e < local; e++) rows += mine[peer * local + e];
+            rows = args.counts[peer * args.counts_stride + args.num_experts + args.rank];
         args.targets[peer] += rows * (args.row_bytes / 16);
     }
 }
@@ -26,6 +28,17 @@ template <typename T>
 __global__ void __launch_bounds__(COURIER_THREADS, 1) __cluster_dims__(2, 1, 1)
     couriers(const __grid_constant__ TileOverlapCourier args) {
     run_courier<T>(args, gridDim.x * COURIER_THREADS / 32);
+}
+
+// The last CTA to come here tells the peers that all of them have read.
+__device__ void say_consumed(int* finished, uint32_t* const* peer_consumed, int num_peers, uint32_t epoch) {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    __threadfence();
+    if (atomicAdd(finished, 1) != static_cast<int>(gridDim.x) - 1) return;
+    *finished = 0;
+    __threadfence_system();
+    for (int peer = 0; peer < num_peers; peer++) publish_to_peer(peer_consumed[peer], epoch);
 }
 
 constexpr int SUM_THREADS = 256, AT_ONCE = 4;
@@ -64,15 +77,16 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_slots(const __grid_constant__
             static_cast<uint4*>(args.sums)[static_cast<size_t>(token) * vectors + column] = pack_8<T>(sums);
         }
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        if (atomicAdd(args.finished, 1) == static_cast<int>(gridDim.x) - 1) {
-            *args.finished = 0;
-            __threadfence_system();
-            for (int peer = 0; peer < args.num_peers; peer++) publish_to_peer(args.peer_consumed[peer], *args.epoch);
-        }
-    }
+    say_consumed(args.finished, args.peer_consumed, args.num_peers, *args.epoch);
+}
+
+__global__ void __launch_bounds__(SUM_THREADS) keep_rows(const __grid_constant__ TileOverlapKeep args) {
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const char*>(args.received) +
+                                                       *args.epoch % GENERATIONS * args.generation_bytes);
+    int64_t vectors = args.num_bytes / 16, step = static_cast<int64_t>(gridDim.x) * SUM_THREADS;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * SUM_THREADS + threadIdx.x; i < vectors; i += step)
+        static_cast<uint4*>(args.kept)[i] = __ldcg(from + i);
+    say_consumed(args.finished, args.peer_consumed, args.num_peers, *args.epoch);
 }
 
 }  // namespace
@@ -89,6 +103,14 @@ extern "C" int tileoverlap_return(const TileOverlapCourier* arguments, int is_ha
         couriers<__half><<<num_sms / 2 * 2, COURIER_THREADS, 0, stream>>>(*arguments);
     else
         couriers<__nv_bfloat16><<<num_sms / 2 * 2, COURIER_THREADS, 0, stream>>>(*arguments);
+    return cudaGetLastError();
+}
+
+extern "C" int tileoverlap_keep(const TileOverlapKeep* arguments, cudaStream_t stream) {
+    using namespace tileoverlap;
+    int64_t ctas = (arguments->num_bytes / 16 + SUM_THREADS - 1) / SUM_THREADS;
+    ctas = min(max(ctas, int64_t{1}), static_cast<int64_t>(arguments->num_sms) * 8);
+    keep_rows<<<static_cast<int>(ctas), SUM_THREADS, 0, stream>>>(*arguments);
     return cudaGetLastError();
 }
 

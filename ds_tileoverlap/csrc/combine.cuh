@@ -8,12 +8,14 @@
 
 extern "C" {
 
-// Starts a use of the receive buffers: the next epoch, and how much must have come from each peer at its end.
+enum TileOverlapCargo { ROWS_HOME = 0, SUMS_HOME = 1, TOKENS_OUT = 2 };
+
+// Starts a use of a receive buffer: the next epoch, and how much must have come from each peer at its end.
 struct TileOverlapBegin {
     const int* counts;        // as in TileOverlapSchedule
     int counts_stride;
     int num_ranks, rank, num_experts;
-    int returns_sums;         // 1: one row comes for each (token, rank), 0: one for each route
+    int what;                 // what comes: one of the following
     int row_bytes;
     uint32_t* epoch;
     uint32_t* targets;        // [peers] 16 bytes a count, since the beginning
@@ -35,6 +37,19 @@ struct TileOverlapSum {
     int num_tokens, num_choices, width, num_peers, is_half, num_sms;
 };
 
+// Takes the received rows out of the buffer and tells the peers that they were read.
+struct TileOverlapKeep {
+    const void* received;
+    int64_t generation_bytes;
+    const uint32_t* epoch;
+    void* kept;               // num_bytes, a multiple of 16; 0: they are only told
+    int64_t num_bytes;
+    uint32_t* const* peer_consumed;
+    int* finished;
+    int num_peers, num_sms;
+};
+
+int tileoverlap_keep(const TileOverlapKeep* arguments, cudaStream_t stream);
 int tileoverlap_begin_return(const TileOverlapBegin* arguments, cudaStream_t stream);
 int tileoverlap_return(const TileOverlapCourier* arguments, int is_half, int num_sms, cudaStream_t stream);
 int tileoverlap_sum(const TileOverlapSum* arguments, cudaStream_t stream);

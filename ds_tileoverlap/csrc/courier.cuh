@@ -43,7 +43,7 @@ struct TileOverlapCourier {
     const int* index;                    // [.., num_choices] rows, -1: none
     int num_choices;                     // at most 32
     const TileOverlapSumRun* runs;       // [num_peers - 1]
-    const uint32_t* panel_done;          // see TileOverlapGemm
+    const uint32_t* panel_done;          // see TileOverlapGemm; null: nothing to wait for
     const uint32_t* panel_targets;       // [num_panels]
     int num_panels, panel_bytes;
     // The peers.
@@ -144,8 +144,29 @@ private:
     bool has_claimed = false;
 };
 
+// One warp copies whole chunks of COUNT * 512 bytes, with so many loads of each lane on their way at once.
+template <int COUNT>
+__device__ __forceinline__ void copy_chunks(const char* from, char* to, int& at, int to_byte, int lane) {
+    for (; at + COUNT * 512 <= to_byte; at += COUNT * 512) {
+        uint4 values[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            values[i] = __ldcg(reinterpret_cast<const uint4*>(from + at + i * 512) + lane);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) *(reinterpret_cast<uint4*>(to + at + i * 512) + lane) = values[i];
+    }
+}
+
+// One warp copies some bytes, a multiple of 16.
+__device__ __forceinline__ void copy_row(const char* from, char* to, int from_byte, int to_byte, int lane) {
+    int at = from_byte;
+    copy_chunks<8>(from, to, at, to_byte, lane);
+    copy_chunks<2>(from, to, at, to_byte, lane);
+    for (at += lane * 16; at < to_byte; at += 512)
+        *reinterpret_cast<uint4*>(to + at) = __ldcg(reinterpret_cast<const uint4*>(from + at));
+}
+
 __device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int num_warps) {
-    constexpr int AT_ONCE = 8;
     Courier courier(args);
     int current = 0, ready = -1, num_parts = args.segments[*args.num_segments].first_part;
     for (int part; (part = courier.claim(num_parts, num_warps)) >= 0;) {
@@ -168,26 +189,17 @@ __device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int 
         // After a deadline the rest is claimed but not sent: the owner reports what did not come.
         courier.in_time = __all_sync(~0u, courier.in_time);
         if (!courier.in_time) continue;
-        for (int at = courier.lane * 16; at < bytes; at += 32 * 16 * AT_ONCE) {
-            uint4 values[AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-                if (at + i * 512 < bytes) values[i] = __ldcg(reinterpret_cast<const uint4*>(from + at + i * 512));
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-                if (at + i * 512 < bytes) *reinterpret_cast<uint4*>(to + at + i * 512) = values[i];
-        }
+        copy_row(from, to, 0, bytes, courier.lane);
         courier.sent(bytes);
     }
     courier.announce();
 }
 
 // The sum of up to 32 rows, of which lane i names the i-th (-1: none), over some bytes of each: in order, in float32.
-template <typename T>
+// VECTORS * ROWS 16-byte loads of each lane are on their way at once.
+template <typename T, int VECTORS, int ROWS>
 __device__ __forceinline__ void sum_named_rows(const char* rows, int64_t row_bytes, int named_row, char* to,
                                                int from_byte, int to_byte, int lane) {
-    // So many 16-byte loads are on their way at once.
-    constexpr int VECTORS = 2, ROWS = 4;
     uint32_t all_named = __ballot_sync(~0u, named_row >= 0);
     for (int at = from_byte + lane * 16; at - lane * 16 < to_byte; at += 512 * VECTORS) {
         float sums[VECTORS][8] = {};
@@ -228,19 +240,24 @@ __device__ __forceinline__ SumLine sum_line(const TileOverlapCourier& args, int 
     return {lane < args.num_choices ? __ldg(named + lane) : -1, args.runs[run].peer, args.runs[run].peer_row + line};
 }
 
-template <typename T>
+template <typename T, bool COPIES>
 __device__ __forceinline__ void carry_sum(const TileOverlapCourier& args, Courier& courier, SumLine line, int from_byte,
                                           int to_byte) {
     if (line.peer < 0) return;
     char* to = courier.to(line.peer, line.peer_row);
     courier.in_time = __all_sync(~0u, courier.in_time);
     if (!courier.in_time || to_byte <= from_byte) return;
-    sum_named_rows<T>(static_cast<const char*>(args.rows), args.row_bytes, line.named_row, to, from_byte, to_byte,
-                      courier.lane);
+    const char* rows = static_cast<const char*>(args.rows);
+    if constexpr (COPIES)
+        copy_row(rows + static_cast<int64_t>(__shfl_sync(~0u, line.named_row, 0)) * args.row_bytes, to, from_byte, to_byte,
+                 courier.lane);
+    else
+        sum_named_rows<T, 2, 4>(rows, args.row_bytes, line.named_row, to, from_byte, to_byte, courier.lane);
     courier.sent(to_byte - from_byte);
 }
 
-template <typename T>
+// COPIES: every sum has one row.
+template <typename T, bool COPIES>
 __device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int num_warps) {
     Courier courier(args);
     int num_lines = 0, ready = -1;
@@ -250,7 +267,7 @@ __device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int 
         int panel = part / blocks, first = part % blocks * 2;
         // These lines of the index come while the panel is waited for.
         SumLine one = sum_line(args, first, courier.lane), other = sum_line(args, first + 1, courier.lane);
-        if (panel != ready && courier.in_time) {
+        if (panel != ready && args.panel_done != nullptr && courier.in_time) {
             const uint32_t* done = args.panel_done + panel;
             uint32_t target = args.panel_targets[panel];
             // Every courier looks at the same word: not too often.
@@ -259,8 +276,8 @@ __device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int 
             ready = panel;
         }
         int from_byte = panel * args.panel_bytes, to_byte = min(from_byte + args.panel_bytes, args.row_bytes);
-        carry_sum<T>(args, courier, one, from_byte, to_byte);
-        carry_sum<T>(args, courier, other, from_byte, to_byte);
+        carry_sum<T, COPIES>(args, courier, one, from_byte, to_byte);
+        carry_sum<T, COPIES>(args, courier, other, from_byte, to_byte);
     }
     courier.announce();
 }
@@ -269,7 +286,8 @@ __device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int 
 template <typename T>
 __device__ __forceinline__ void run_courier(const TileOverlapCourier& args, int num_warps) {
     if (args.errand == RETURN_ROWS) return_rows(args, num_warps);
-    if (args.errand == RETURN_SUMS) return_sums<T>(args, num_warps);
+    if (args.errand == RETURN_SUMS && args.num_choices > 1) return_sums<T, false>(args, num_warps);
+    if (args.errand == RETURN_SUMS && args.num_choices == 1) return_sums<T, true>(args, num_warps);
 }
 
 }  // namespace tileoverlap

@@ -19,8 +19,24 @@ struct TileOverlapItem {
 
 enum { TILEOVERLAP_REMOTE = 0x8000 };
 
+// Rows of A that lie scattered: each is a received row, some of which have come from peers and some never left.
+struct TileOverlapGather {
+    const int* sources;        // [num_rows] the received row that each row is; null: A is one matrix
+    int own_first, own_end;    // the received rows that are this rank's own
+    const int* own_tokens;     // [own_end - own_first] which token each of those is
+    const void* tokens;        // [.., k] this rank's tokens
+    const void* received;      // [.., k] rows from the peers, without this rank's own
+    int64_t generation_bytes;  // as in TileOverlapCourier
+    const uint32_t* arrived;   // [num_peers] items with rows from peers wait until all of these
+    const uint32_t* targets;   // have come to these
+    const uint32_t* epoch;
+    int num_peers;
+    TileOverlapFailure* failure;
+    uint64_t limit_ns;
+};
+
 struct TileOverlapGemm {
-    const void* a;           // [num_rows, k], contiguous
+    const void* a;           // [num_rows, k], contiguous; not read where rows are gathered
     const void* b_maps;      // [experts] CUtensorMap in device memory, made by tileoverlap_encode_weights
     void* c;                 // [num_rows, n], contiguous
     const TileOverlapItem* items;
@@ -41,5 +57,6 @@ int tileoverlap_encode_weights(void* maps, const void* const* weights, int count
                                int is_half, int b_is_transposed);
 // Enqueues the GEMM. Both return a CUresult / cudaError_t, 0 for success.
 // The couriers' errand is run by two warps of each CTA.
-int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapCourier* courier, cudaStream_t stream);
+int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapGather* gather,
+                            const TileOverlapCourier* courier, cudaStream_t stream);
 }

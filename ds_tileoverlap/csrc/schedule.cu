@@ -107,10 +107,11 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
     scan(runs.band, num_runs);
     scan(runs.expert_row, local);
 
-    // Remote rows first, panel by panel; then all columns of the local ones.
+    // Remote rows panel by panel, and all columns of the local ones before or after.
     int num_phases = (args.num_panels + 1) * num_runs;
-    auto is_of_remote = [&](int phase) { return phase / num_runs < args.num_panels; };
-    auto first_tile = [&](int phase) { return is_of_remote(phase) ? phase / num_runs * args.panel_tiles : 0; };
+    auto panel_of = [&](int phase) { return phase / num_runs - args.local_first; };
+    auto is_of_remote = [&](int phase) { return panel_of(phase) >= 0 && panel_of(phase) < args.num_panels; };
+    auto first_tile = [&](int phase) { return is_of_remote(phase) ? panel_of(phase) * args.panel_tiles : 0; };
     auto tiles = [&](int phase) {
         return is_of_remote(phase) ? max(min(args.panel_tiles, column_tiles - first_tile(phase)), 0) : column_tiles;
     };
@@ -121,7 +122,8 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
     for (int i = threadIdx.x; i < num_phases; i += THREADS) runs.first_item[i] = pairs(i).num_items(tiles(i));
     for (int panel = threadIdx.x; panel < args.num_panels; panel += THREADS) {
         uint32_t done = 0;
-        for (int i = panel * num_runs; i < (panel + 1) * num_runs; i++) done += pairs(i).num_bands() * tiles(i);
+        int first = (panel + args.local_first) * num_runs;
+        for (int i = first; i < first + num_runs; i++) done += pairs(i).num_bands() * tiles(i);
         args.panel_targets[panel] = args.panel_done[panel] + done;
     }
     __syncthreads();
@@ -210,6 +212,11 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
         for (int r = 0; r < peer; r++) line += sends(r, args.rank);
         for (int r = 0; r < args.rank; r++) peer_row += r == peer ? 0 : sends(peer, r);
         args.sum_runs[i] = {line, sends(peer, args.rank), peer, peer_row};
+        if (args.send_runs == nullptr) continue;
+        line = peer_row = 0;
+        for (int r = 0; r < peer; r++) line += sends(args.rank, r);
+        for (int r = 0; r < args.rank; r++) peer_row += r == peer ? 0 : sends(r, peer);
+        args.send_runs[i] = {line, sends(args.rank, peer), peer, peer_row};
     }
 
     // Slots: this rank's routes to remote experts lie in its receive buffer one expert after the other.

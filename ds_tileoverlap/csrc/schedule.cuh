@@ -21,7 +21,9 @@ struct TileOverlapSchedule {
     int panel_tiles, num_panels;   // column tiles of a panel; even where there are several panels
     const uint32_t* panel_done;    // [num_panels] what the panels' counters show before this GEMM
     uint32_t* panel_targets;       // [num_panels] and after it
-    TileOverlapSumRun* sum_runs;   // [num_ranks - 1]
+    TileOverlapSumRun* sum_runs;   // [num_ranks - 1] the sums that go to each peer
+    TileOverlapSumRun* send_runs;  // [num_ranks - 1] the tokens that go to each peer, or null
+    int local_first;               // 1: items without remote rows come first, because the others wait for peers
     TileOverlapItem* items;
     int* num_items;
     TileOverlapSegment* segments;

@@ -17,7 +17,7 @@ struct TileOverlapFailure {
     uint32_t seen;
 };
 
-enum TileOverlapWait { TILE_READY = 1, PEER_CONSUMED = 2, ROWS_ARRIVED = 3 };
+enum TileOverlapWait { TILE_READY = 1, PEER_CONSUMED = 2, ROWS_ARRIVED = 3, COUNTS_READY = 4, ROUTES_ARRIVED = 5 };
 }
 
 #ifdef __CUDACC__

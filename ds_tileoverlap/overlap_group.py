@@ -1,0 +1,183 @@
+"""What an expert-parallel group can do: whether its machines can overlap, its operator, and its symmetric memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .buffer import Pool, pool_of
+from .exchange import PeerError, Peers, peer_error
+from .log import say
+
+NS = 1_000_000_000
+
+
+@dataclass
+class Group:
+    """What an expert-parallel group can do.
+
+    Attributes:
+        op: the compiled operator; ``None`` where some rank cannot run it.
+        reason: why not.
+        pool: the symmetric memory.
+    """
+
+    op: object | None
+    reason: str | None
+    pool: Pool | None
+    num_sms: int = 0
+
+
+_GROUPS: dict[dist.ProcessGroup | None, Group] = {}
+
+
+def group_of(peers: Peers, device: torch.device) -> Group:
+    """What the group can do, found out at the first call, which is collective."""
+    found = _GROUPS.get(peers.group)
+    if found is None:
+        found = _GROUPS[peers.group] = _examine(peers, device)
+        if peers.rank == 0:
+            members = ", ".join(map(str, peers.ranks))
+            why_not = f"sequential instead of overlap, as {found.reason}"
+            say(why_not if found.reason else f"overlap on ranks {members}", every_rank=peers.size > 1)
+    return found
+
+
+def _examine(peers: Peers, device: torch.device) -> Group:
+    if peers.size == 1:
+        return Group(None, "the expert-parallel group has one rank, which exchanges nothing", None)
+    op, reason = None, _refusal(device)
+    if reason is None:
+        try:
+            from .op_builder.tileoverlap import TileOverlapBuilder
+
+            builder = TileOverlapBuilder()
+            reason = builder.refusal()
+            op = builder.load() if reason is None else None
+            if op is not None and peers.size > op.MAX_PEERS:
+                reason = f"the expert-parallel group has {peers.size} ranks, more than {op.MAX_PEERS}"
+        except Exception as error:  # whatever a compiler may say: the job goes on without the operator
+            reason = f"the kernels could not be built: {error}"
+    ours = (reason, socket.gethostname(), _uuid(device) if device.type == "cuda" else "")
+    everyone: list = [None] * peers.size
+    try:
+        dist.all_gather_object(everyone, ours, group=peers.group)
+    except RuntimeError as error:
+        raise peer_error(peers, "layout", error) from error
+    reason = _common_refusal(everyone, peers)
+    if reason is not None:
+        return Group(None, reason, None)
+    pool = pool_of(peers, device, op)
+    _load_kernels(op, pool)
+    return Group(op, None, pool, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _refusal(device: torch.device) -> str | None:
+    """Why this rank's machine cannot overlap."""
+    if device.type != "cuda":
+        return f"the layer runs on {device.type}, not on a GPU"
+    if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, not 9.0 (Hopper)"
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        return "CUDA_LAUNCH_BLOCKING=1 keeps two kernels from running together"
+    return None
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _common_refusal(everyone: list[tuple[str | None, str, str]], peers: Peers) -> str | None:
+    """The group's answer, the same on every rank, from what each rank reported."""
+    for place, (reason, _, _) in enumerate(everyone):
+        if reason:
+            return f"{reason} (rank {peers.ranks[place]})"
+    hosts = {host for _, host, _ in everyone}
+    if len(hosts) > 1:
+        return f"the expert-parallel group spans {len(hosts)} machines ({', '.join(sorted(hosts))})"
+    if len({uuid for _, _, uuid in everyone}) < peers.size:
+        return "ranks of the expert-parallel group share a GPU"
+    # Peer access is symmetric and this asks about all pairs, where all devices are visible to every rank.
+    uuids = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    visible = [uuids[uuid] for _, _, uuid in everyone if uuid in uuids]
+    pairs = [(a, b) for a in visible for b in visible if a != b and not torch.cuda.can_device_access_peer(a, b)]
+    return f"GPU {pairs[0][0]} has no peer access to GPU {pairs[0][1]}" if pairs else None
+
+
+_WAITS = {
+    1: "the tiles of its own expert GEMM were not ready",
+    2: "rank {peer} did not read what it received before",
+    3: "rows from rank {peer} did not arrive",
+    4: "the counts of rank {peer} did not come",
+    5: "routes from rank {peer} did not arrive",
+}
+
+
+def check_failure(pool: Pool, peers: Peers) -> None:
+    """Raises where a kernel of an earlier call gave up waiting.
+
+    Raises:
+        PeerError: names the rank and what was waited for.
+    """
+    kind, peer, place, expected, seen = pool.failure.tolist()
+    if kind:
+        what = _WAITS[kind].format(peer=peers.ranks[peer] if 0 <= peer < peers.size else "?")
+        raise PeerError(
+            f"MoE layer '{peers.layer}', rank {peers.ranks[peers.rank]}: {what} within {peers.timeout_s:.0f} s "
+            f"(place {place}, expected {expected & 0xFFFFFFFF}, seen {seen & 0xFFFFFFFF}), in this forward or one "
+            "before; outputs since then are not valid"
+        )
+
+
+def _load_kernels(op, pool: Pool) -> None:
+    """Runs every kernel that waits once on nothing: loading one while another waits for it would never end."""
+    device = pool.device
+    stream = torch.cuda.current_stream(device).cuda_stream
+    nothing = torch.zeros(64, dtype=torch.int32, device=device)
+    zero, failure = nothing.data_ptr(), pool.failure.data_ptr()
+    operand = torch.zeros(64, 64, dtype=torch.float16, device=device)
+    no_rows = op.Gather(
+        sources=zero, own_first=0, own_end=0, own_tokens=zero, tokens=zero, received=zero, generation_bytes=0,
+        arrived=zero, targets=zero, epoch=zero, num_peers=0, failure=failure, limit_ns=NS,
+    )  # fmt: skip
+    for is_half in (False, True):
+        for transposed in (False, True):
+            for gather in (op.Gather(), no_rows):
+                op.expert_gemm(
+                    a=operand.data_ptr(), b_maps=zero, c=operand.data_ptr(), items=zero, num_items=zero,
+                    claimed=pool.claimed_items.data_ptr(), signals=0, epoch=zero, panel_done=0, panel_tiles=1,
+                    num_rows=64, n=64, k=64, is_half=is_half, b_is_transposed=transposed, num_sms=2,
+                    courier=_no_errand(op, zero, failure), gather=gather, stream=stream,
+                )  # fmt: skip
+        op.run_couriers(courier=_no_errand(op, zero, failure), is_half=is_half, num_sms=2, stream=stream)
+        op.sum_slots(
+            received=zero, local=zero, slots=zero, sums=zero, arrived=zero, targets=zero, epoch=zero,
+            peer_consumed=zero, finished=pool.returns.finished.data_ptr(), failure=failure, generation_bytes=0,
+            limit_ns=NS, num_tokens=0, num_choices=1, width=8, num_peers=0, is_half=is_half, num_sms=1, stream=stream,
+        )  # fmt: skip
+    op.place(
+        experts=zero, weights=zero, block_counts=zero, bases=zero, num_tokens=0, num_choices=1, num_experts=1,
+        num_ranks=1, rank=0, returns_sums=False, sent_tokens=zero, choice_slots=zero, token_slots=zero, slots=zero,
+        peer_buffers=zero, generation_bytes=0, peer_arrived=zero, peer_consumed=zero, epoch=zero, failure=failure,
+        limit_ns=NS, stream=stream,
+    )  # fmt: skip
+    op.receive(
+        buffer=zero, generation_bytes=0, num_received=0, num_choices=1, num_ranks=0, num_experts=0, rank=0, counts=zero,
+        choice_rows=zero, row_sources=zero, row_weights=zero, row_offsets=zero, arrived=zero, targets=zero, epoch=zero,
+        peer_read=zero, finished=pool.records.finished.data_ptr(), failure=failure, limit_ns=NS, stream=stream,
+    )  # fmt: skip
+    torch.cuda.synchronize(device)
+
+
+def _no_errand(op, zero: int, failure: int):
+    """Sums of no rows: the couriers find out that there is nothing to do."""
+    return op.Courier(
+        errand=op.RETURN_SUMS, rows=zero, row_bytes=16, num_peers=1, rank=0, segments=zero, num_segments=zero,
+        signals=zero, signals_per_band=2, index=zero, num_choices=1, sum_runs=zero, panel_done=0, panel_targets=zero,
+        num_panels=1, panel_bytes=16, peer_buffers=zero, peer_arrived=zero, peer_consumed=zero, generation_bytes=0,
+        epoch=zero, claimed=zero, failure=failure, limit_ns=NS,
+    )  # fmt: skip
