@@ -8,6 +8,7 @@ Words that peers write are never reset: epochs and counts go on from use to use.
     records    for each token and rank: its expert rows there, its weights     the layout of the receiver
     tokens     the tokens themselves, one row for each token and rank          the gate and up projections
     returns    expert outputs, row by row or as sums                           the sum at the owner
+    scalars    for each token and rank: the gradients of its weights there     the owner
 
     word       written by              read by                says
     ready      the layout of a peer    the layout             the last epoch whose counts came from the peer
@@ -27,6 +28,7 @@ GENERATIONS = 2
 GROW_TO = 1.25
 GRAIN_BYTES = 2**21
 MIN_COUNTS_STRIDE = 4
+CHANNELS = 4
 
 
 class Channel:
@@ -84,8 +86,7 @@ class Pool:
     """The channels and signals of one group on one rank.
 
     Attributes:
-        records, tokens, returns: the channels.
-        counts_epoch: [1] int32, forwards whose counts were shared.
+        records, tokens, returns, scalars: the channels.
         ready: [W] int32 words of this rank that peers write; peer_ready, peer_counts: [W] int64 addresses.
         counts_stride: words of one rank's counts.
         host_counts, host_ready: host memory that the layout's kernel writes.
@@ -101,12 +102,12 @@ class Pool:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
         size = peers.size
-        own_sizes = [3 + size] * 3 + [1, 1, op.MAX_PANELS]
+        own_sizes = [3 + size] * CHANNELS + [1, op.MAX_PANELS]
         own = torch.zeros(sum(own_sizes), dtype=torch.int32, device=device).split(own_sizes)
-        self.counts_epoch, self.claimed_items, self.panel_done = own[3:]
+        self.claimed_items, self.panel_done = own[CHANNELS:]
         self.counts_stride = op.MAX_EXPERTS + size + MIN_COUNTS_STRIDE
         words = symmetric_memory.empty(
-            7 * size + GENERATIONS * size * self.counts_stride, dtype=torch.int32, device=device
+            (2 * CHANNELS + 1) * size + GENERATIONS * size * self.counts_stride, dtype=torch.int32, device=device
         ).zero_()
         self._words = symmetric_memory.rendezvous(words, peers.group)
         bases = self._words.buffer_ptrs
@@ -130,7 +131,7 @@ class Pool:
     def close(self) -> None:
         """Frees the symmetric memory; collective over the group."""
         self.meet()
-        for channel in (self.records, self.tokens, self.returns):
+        for channel in self.channels:
             channel.close()
         self._words = None
 

@@ -45,10 +45,10 @@ def expand_rows(arrived: torch.Tensor, x: torch.Tensor, plan: Plan) -> torch.Ten
     own_first, own_sent = sum(plan.recv_splits[:rank]), sum(plan.send_splits[:rank])
     own = plan.sent_tokens[own_sent : own_sent + plan.send_splits[rank]]
     x = x.to(arrived.dtype)
-    rows = arrived.new_empty(plan.row_sources.numel(), x.shape[1])
     if not kernels.use_triton(arrived):
         received = torch.cat([arrived[:own_first], x[own.long()], arrived[own_first:]])
-        return torch.index_select(received, 0, plan.row_sources, out=rows)
+        return received.index_select(0, plan.row_sources)
+    rows = arrived.new_empty(plan.row_sources.numel(), x.shape[1])
     if rows.numel():
         x = x.contiguous()
         _expand_rows_kernel[(rows.shape[0],)](

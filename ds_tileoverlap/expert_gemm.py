@@ -109,21 +109,41 @@ def mlp_backward_rows(
         pre-activations, as the forward made these, and the weighted hidden rows [R, I] if kept.
     """
     form = weights.layout.form
-    gate, up = weights.split(pre_activations, 1)
-    grad_pre_activations = [torch.empty_like(part) for part in pre_activations]
-    grad_gate, grad_up = weights.split(grad_pre_activations, 1)
-    hidden = up.new_empty(up.shape) if keep_hidden else None
     grad_hidden = project_back(grad, weights.down, plan)
-    grad_row_weights = hidden_backward(gate, up, row_weights, form.act, grad_hidden, grad_gate, grad_up, hidden)
+    grad_row_weights, grad_pre_activations, hidden = activation_backward(
+        grad_hidden, row_weights, pre_activations, weights, keep_hidden
+    )
     if form.down in weights.biases:
         grad_row_weights += expert_bias_dot(grad, weights.biases[form.down], plan)
-    del grad_hidden, gate, up
-    pre_activations.clear()
+    del grad_hidden
     grad_rows = None
     for part, stack in zip(grad_pre_activations, weights.inputs):
         back = project_back(part, stack, plan)
         grad_rows = back if grad_rows is None else grad_rows.add_(back)
     return grad_rows, grad_row_weights, grad_pre_activations, hidden
+
+
+def activation_backward(
+    grad_hidden: torch.Tensor,
+    row_weights: torch.Tensor,
+    pre_activations: list[torch.Tensor],
+    weights: ExpertWeights,
+    keep_hidden: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+    """The gradients of the row weights [R] and of the pre-activations, and the weighted hidden rows [R, I] if kept.
+
+    Args:
+        grad_hidden: [R, I] gradient of the weighted hidden rows.
+        pre_activations: emptied here, so that their memory can be used again.
+    """
+    gate, up = weights.split(pre_activations, 1)
+    grad_pre_activations = [torch.empty_like(part) for part in pre_activations]
+    grad_gate, grad_up = weights.split(grad_pre_activations, 1)
+    hidden = up.new_empty(up.shape) if keep_hidden else None
+    act = weights.layout.form.act
+    grad_row_weights = hidden_backward(gate, up, row_weights, act, grad_hidden, grad_gate, grad_up, hidden)
+    pre_activations.clear()
+    return grad_row_weights, grad_pre_activations, hidden
 
 
 # Gradients of parameters: (projection, "weight" or "bias") -> [E_local, ...].

@@ -41,8 +41,9 @@ class Plan:
         row_sources: [R] int32, the received row that each expert row is a copy of.
         row_weights: [R] float32, the router weight of each expert row.
         row_offsets: [E_local + 1] int32, where each local expert's rows start.
-        returns: how rows come home, where ranks write into each other's memory; this and the next are of the forward.
-        slots: [T, k] int32, where each choice's result is then summed from, see :mod:`ds_tileoverlap.schedule`.
+        slots: [T, k] int32, where each choice's result is summed from if ranks write into each other's memory, see
+            :mod:`ds_tileoverlap.schedule`.
+        returns: how rows then come home.
     """
 
     NUM_TENSORS: ClassVar[int]
@@ -57,8 +58,8 @@ class Plan:
     row_sources: torch.Tensor
     row_weights: torch.Tensor
     row_offsets: torch.Tensor
-    returns: Returns | None = None
     slots: torch.Tensor | None = None
+    returns: Returns | None = None
 
     @property
     def top_k(self) -> int:
@@ -119,13 +120,13 @@ class Plan:
         return tuple(getattr(self, name) for name in _TENSOR_FIELDS)
 
     def without_tensors(self) -> Plan:
-        return replace(self, **dict.fromkeys(_TENSOR_FIELDS), returns=None, slots=None)
+        return replace(self, **dict.fromkeys(_TENSOR_FIELDS))
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Plan:
         return replace(self, **dict(zip(_TENSOR_FIELDS, tensors)))
 
 
-_TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in ("peers", "returns", "slots"))
+_TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in ("peers", "returns"))
 Plan.NUM_TENSORS = len(_TENSOR_FIELDS)
 
 

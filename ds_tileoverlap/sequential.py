@@ -14,6 +14,7 @@ import torch
 from .combine import return_rows, return_rows_and_scalars, return_scalars
 from .dispatch import send_scalars, send_tokens
 from .expert_gemm import (
+    SlotGrads,
     down_grads,
     input_grads,
     mlp_backward_rows,
@@ -22,7 +23,7 @@ from .expert_gemm import (
     mlp_output,
     run_modules,
 )
-from .expert_weights import expert_weights, split_slots
+from .expert_weights import ExpertWeights, expert_weights, split_slots
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
@@ -87,13 +88,13 @@ class RoutedMLP(torch.autograd.Function):
             outputs = mlp_output(hidden, plan.row_weights, stacks, plan)
         with stages("combine"):
             output = return_rows(outputs, plan, "combine")
-        RoutedMLP.keep(ctx, x, weights, rows, plan, pre_activations, layout, stages, parameters, lambda rows, *_: rows)
+        RoutedMLP.keep(ctx, x, weights, rows, plan, pre_activations, layout, stages, parameters, backward)
         return output
 
     @staticmethod
-    def keep(ctx, x, weights, kept, plan, pre_activations, layout, stages, parameters, expand):
-        """Saves what backward needs. ``expand(kept, x, plan)`` makes the expert rows of what is kept of them."""
-        ctx.expand, ctx.layout, ctx.plan, ctx.stages = expand, layout, plan.without_tensors(), stages
+    def keep(ctx, x, weights, kept, plan, pre_activations, layout, stages, parameters, run_backward):
+        """Saves what backward needs: ``kept`` of the rows, and :func:`backward` or another function like it."""
+        ctx.run_backward, ctx.layout, ctx.plan, ctx.stages = run_backward, layout, plan.without_tensors(), stages
         # Parameters are leaves that the graph keeps alive anyway; saving hundreds of them costs the host too much.
         ctx.parameters, ctx.state = parameters, _state(parameters)
         ctx.save_for_backward(x, weights, kept, *plan.tensors(), *pre_activations)
@@ -116,28 +117,52 @@ class RoutedMLP(torch.autograd.Function):
         needs = split_slots(form, ctx.needs_input_grad[RoutedMLP.FIXED_INPUTS :])
         wanted = {slot for slot, need in zip(form.slots, needs) if any(need)}
 
-        with stages("combine backward"):
-            grad = send_tokens(grad, plan, "combine backward")
-        with stages("expert_gemm backward"):
-            stacks = expert_weights(ctx.layout, parameters, kept.dtype)
-            grad_rows, grad_row_weights, grad_pre_activations, hidden = mlp_backward_rows(
-                grad, plan.row_weights, pre_activations, stacks, plan, keep_hidden=(form.down, "weight") in wanted
-            )
-        with stages("dispatch backward"):
-            grad_x, grad_weights = return_rows_and_scalars(
-                grad_rows.to(x.dtype), grad_row_weights, plan, "dispatch backward"
-            )
-        del grad_rows
-        with stages("expert_gemm weight gradients"):
-            found = down_grads(grad, hidden, plan.row_weights, form, plan, wanted)
-            del grad, hidden
-            rows = None
-            if any((name, "weight") in wanted for name in form.projections[:-1]):
-                rows = ctx.expand(kept, x, plan)
-            found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted)
+        stacks = expert_weights(ctx.layout, parameters, kept.dtype)
+        grad_x, grad_weights, found = ctx.run_backward(grad, x, kept, plan, pre_activations, stacks, wanted, stages)
         nothing = [None] * len(plan.expert_counts)
         of_parameters = [g for slot in form.slots for g in (found[slot] if slot in wanted else nothing)]
         return grad_x, grad_weights, *[None] * (RoutedMLP.FIXED_INPUTS - 2), *of_parameters
+
+
+def backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    plan: Plan,
+    pre_activations: list[torch.Tensor],
+    stacks: ExpertWeights,
+    wanted: set[tuple[str, str]],
+    stages: Stages,
+) -> tuple[torch.Tensor, torch.Tensor, SlotGrads]:
+    """The stages of backward.
+
+    Args:
+        grad: [T, H] gradient of the output.
+        x: [T, H] tokens.
+        rows: [R, H] expert rows.
+        pre_activations: as the forward made them; emptied here.
+        wanted: which parameters need gradients.
+
+    Returns:
+        The gradients of the tokens [T, H], of the router weights [T, k] float32, and of the wanted parameters.
+    """
+    form = stacks.layout.form
+    with stages("combine backward"):
+        grad = send_tokens(grad, plan, "combine backward")
+    with stages("expert_gemm backward"):
+        grad_rows, grad_row_weights, grad_pre_activations, hidden = mlp_backward_rows(
+            grad, plan.row_weights, pre_activations, stacks, plan, keep_hidden=(form.down, "weight") in wanted
+        )
+    with stages("dispatch backward"):
+        grad_x, grad_weights = return_rows_and_scalars(
+            grad_rows.to(x.dtype), grad_row_weights, plan, "dispatch backward"
+        )
+    del grad_rows
+    with stages("expert_gemm weight gradients"):
+        found = down_grads(grad, hidden, plan.row_weights, form, plan, wanted)
+        del grad, hidden
+        found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted)
+    return grad_x, grad_weights, found
 
 
 def _state(parameters: tuple[torch.Tensor, ...]) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The operator without a GPU: kernels compile for Hopper, Python and C++ agree on every call, builds are guarded."""
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -15,8 +16,10 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from ds_tileoverlap import config, overlap, overlap_group, route, schedule, symmetric_layout
+from ds_tileoverlap import config, layout, overlap, overlap_group, overlap_stages, route, schedule, symmetric_layout
 from ds_tileoverlap.exchange import Peers
+from ds_tileoverlap.expert_form import ExpertForm
+from ds_tileoverlap.expert_weights import ExpertWeights, WeightLayout
 from ds_tileoverlap.op_builder import tileoverlap as builders
 from ds_tileoverlap.weight_maps import WeightMaps
 
@@ -81,7 +84,7 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     names = "peer_counts peer_ready ready host_ready failure signals panel_done claimed_items".split()
     pool = SimpleNamespace(
         **dict.fromkeys(names, words[:5]),
-        **dict.fromkeys(["records", "tokens", "returns"], channel),
+        **dict.fromkeys(["records", "tokens", "returns", "scalars"], channel),
         **dict(device="cpu", stream=stream, forked=event, joined=event, counts_stride=16),
         host_counts=counts.flatten(),
         reserve_signals=lambda count: None,
@@ -97,28 +100,37 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     monkeypatch.setattr(dry_op, "wait_for_change", lambda **arguments: dry_op.calls.append("wait_for_change") or True)
     plan = symmetric_layout.layout(routes, 8, peers, group, settings, 128, True)
     assert plan.returns.sums == (combine == "sums") and plan.all_can_overlap
+    zeroed = {name: torch.zeros_like(getattr(plan, name)) for name in layout._TENSOR_FIELDS if name != "counts"}
+    plan = dataclasses.replace(plan, **zeroed)
     tiles = schedule.tile_schedule(group, plan, 64, 128, plan.returns)
     schedule.schedule_slots(dry_op, plan, tiles, routes.experts, True)
-    maps = WeightMaps().of(dry_op, "down", [(0, 4, torch.zeros(4, 64, 128))], torch.bfloat16, False)
-    tokens, rows = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(40, 128, dtype=torch.bfloat16)
+    settings = config.TileOverlapConfig(enabled=True, combine=combine, comm_sms=comm_sms, overlap_dispatch=not comm_sms)
+    run = overlap_stages.Run(group, settings, WeightMaps())
 
     def stages(name):
         return nullcontext()
 
-    run = overlap.Run(group, settings, WeightMaps())
-    inputs = [[(0, 4, torch.zeros(4, 128, 64))]] * 2
-    form = SimpleNamespace(gate="gate", up="up", act="silu")
-    layout = SimpleNamespace(form=form)
-    weights = SimpleNamespace(layout=layout, inputs=inputs, biases={}, split=lambda parts, dim: parts)
-    hidden, *_ = overlap.hidden_while_sent(tokens, weights, plan, run, stages, (True,))
-    assert hidden.shape == (40, 128)
-    sums = overlap.return_while_computed(group, plan, tiles, plan.slots, rows, maps, 64, comm_sms, stages)
+    rows, tokens = torch.zeros(40, 128, dtype=torch.bfloat16), torch.zeros(8, 64, dtype=torch.bfloat16)
+    inputs, down = [[(0, 4, torch.zeros(4, 128, 64))]] * 2, [(0, 4, torch.zeros(4, 64, 128))]
+    form = ExpertForm("silu", "gate", "up", "down", (False, False, False))
+    weights = ExpertWeights(WeightLayout(form, False, False, (), ()), inputs, down, {})
+    operands = [overlap_stages.Operand(f"input {i}", stack, False) for i, stack in enumerate(inputs)]
+    results, kept = overlap_stages.project_arriving(tokens, operands, plan, run, keep=True)
+    assert [result.shape for result in results] == [(40, 128)] * 2 and kept.shape == (5, 64)
+    tiles = overlap_stages.return_tiles(64, torch.bfloat16, plan, run)
+    operand = overlap_stages.Operand("down", down, False)
+    sums = overlap_stages.return_while_computed([(rows, operand)], tiles, plan, run, stages)
     assert sums.shape == (8, 64)
+    kept.zero_()
+    grad_x, grad_weights, found = overlap.backward(
+        tokens, tokens, kept, plan, [rows, rows], weights, set(form.slots), stages, run
+    )
+    assert grad_x.shape == (8, 64) and grad_weights.shape == (8, 2) and found.keys() == set(form.slots)
     spinning = {"expert_gemm", "run_couriers", "sum_slots", "place", "receive"}
     assert spinning <= loaded, "kernels that wait must be loaded before the first of them waits"
     # Everything that the operator offers has been called.
     offered = {name for name, value in vars(dry_op).items() if callable(value) and name[0].islower()}
-    assert set(dry_op.calls) | ({"run_couriers"} if not comm_sms else set()) == offered
+    assert set(dry_op.calls) == offered
 
 
 def test_reason_without_cuda(monkeypatch):

@@ -140,18 +140,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def(
         "expert_gemm",
         [](Address a, Address b_maps, Address c, Address items, Address num_items, Address claimed, Address signals,
-           Address epoch, Address panel_done, int panel_tiles, int num_rows, int n, int k, bool is_half,
-           bool b_is_transposed, int num_sms, const TileOverlapCourier& courier, const TileOverlapGather& gather,
+           Address epoch, Address panel_done, int panel_tiles, int num_rows, int n, int k, Address a2, Address b2_maps,
+           int k2, bool is_half, bool b_is_transposed, int num_sms, const TileOverlapCourier& courier, const TileOverlapGather& gather,
            Address stream) {
             TileOverlapGemm arguments = {at<void>(a), at<void>(b_maps), at<void>(c), at<TileOverlapItem>(items),
                                          at<int>(num_items), at<int>(claimed), at<uint32_t>(signals),
-                                         at<uint32_t>(epoch), at<uint32_t>(panel_done), panel_tiles, num_rows, n, k,
-                                         is_half, b_is_transposed, num_sms};
+                                         at<uint32_t>(epoch), at<uint32_t>(panel_done), panel_tiles, at<void>(a2),
+                                         at<void>(b2_maps), k2, num_rows, n, k, is_half, b_is_transposed, num_sms};
             check(tileoverlap_expert_gemm(&arguments, &gather, &courier, stream_of(stream)), "expert_gemm");
         },
         py::kw_only(), py::arg("a"), py::arg("b_maps"), py::arg("c"), py::arg("items"), py::arg("num_items"),
         py::arg("claimed"), py::arg("signals"), py::arg("epoch"), py::arg("panel_done"), py::arg("panel_tiles"),
-        py::arg("num_rows"), py::arg("n"), py::arg("k"), py::arg("is_half"), py::arg("b_is_transposed"),
+        py::arg("num_rows"), py::arg("n"), py::arg("k"), py::arg("a2") = 0, py::arg("b2_maps") = 0, py::arg("k2") = 0,
+        py::arg("is_half"), py::arg("b_is_transposed"),
         py::arg("num_sms"), py::arg("courier"), py::arg("gather") = TileOverlapGather{}, py::arg("stream"));
 
     module.def(
@@ -261,6 +262,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         py::kw_only(), py::arg("received"), py::arg("generation_bytes"), py::arg("epoch"), py::arg("kept"),
         py::arg("num_bytes"), py::arg("peer_consumed"), py::arg("finished"), py::arg("num_peers"), py::arg("num_sms"),
         py::arg("stream"));
+
+    module.def(
+        "scalars",
+        [](bool collects, Address values, Address index, Address sum_runs, Address choice_slots, Address slots, int own_first,
+           int own_end, Address results, int num_tokens, int num_choices, int num_peers, int rank, Address counts,
+           int counts_stride, int num_experts, Address epoch, Address targets, Address received,
+           int64_t generation_bytes, Address arrived, Address consumed, Address peer_buffers, Address peer_arrived,
+           Address peer_consumed, Address finished, Address failure, uint64_t limit_ns, Address stream) {
+            TileOverlapScalars arguments = {at<float>(values), at<int>(index), at<TileOverlapSumRun>(sum_runs),
+                                            at<int>(choice_slots), at<int>(slots), own_first, own_end,
+                                            at<float>(results), num_tokens, num_choices, num_peers, rank,
+                                            at<int>(counts), counts_stride, num_experts, at<uint32_t>(epoch),
+                                            at<uint32_t>(targets), at<void>(received), generation_bytes,
+                                            at<uint32_t>(arrived), at<uint32_t>(consumed), at<void*>(peer_buffers),
+                                            at<uint32_t*>(peer_arrived), at<uint32_t*>(peer_consumed),
+                                            at<int>(finished), at<TileOverlapFailure>(failure), limit_ns};
+            check((collects ? tileoverlap_collect_scalars : tileoverlap_send_scalars)(&arguments, stream_of(stream)),
+                  "scalars");
+        },
+        py::kw_only(), py::arg("collects"), py::arg("values"), py::arg("index"), py::arg("sum_runs"), py::arg("choice_slots"),
+        py::arg("slots"), py::arg("own_first"), py::arg("own_end"), py::arg("results"), py::arg("num_tokens"),
+        py::arg("num_choices"), py::arg("num_peers"), py::arg("rank"), py::arg("counts"), py::arg("counts_stride"),
+        py::arg("num_experts"), py::arg("epoch"), py::arg("targets"), py::arg("received"), py::arg("generation_bytes"),
+        py::arg("arrived"), py::arg("consumed"), py::arg("peer_buffers"), py::arg("peer_arrived"),
+        py::arg("peer_consumed"), py::arg("finished"), py::arg("failure"), py::arg("limit_ns"), py::arg("stream"));
 
     module.def(
         "sum_slots",

@@ -49,6 +49,35 @@ struct TileOverlapKeep {
     int num_peers, num_sms;
 };
 
+// One float32 a row of this rank's experts, to the owners of the rows' tokens and choices.
+struct TileOverlapScalars {
+    const float* values;      // [R]
+    const int* index;         // [U, num_choices] the rows of a received row's choices, -1: none
+    const TileOverlapSumRun* runs;  // [num_peers - 1] which received rows are whose
+    const int* choice_slots;  // [num_tokens, num_choices] the sent row that carries a choice, -1: dropped
+    const int* slots;         // [num_tokens, num_choices]; v < -1: the choice is this rank's own row -2 - v
+    int own_first, own_end;   // the sent rows that went to this rank itself
+    float* results;           // [num_tokens, num_choices], 0 for a dropped choice
+    int num_tokens, num_choices, num_peers, rank;
+    const int* counts;        // as in TileOverlapBegin
+    int counts_stride, num_experts;
+    uint32_t* epoch;          // advanced by one
+    uint32_t* targets;        // [num_peers] advanced by what must come
+    const void* received;     // records of num_choices values, padded to 16 bytes
+    int64_t generation_bytes;
+    const uint32_t* arrived;
+    const uint32_t* consumed;
+    void* const* peer_buffers;
+    uint32_t* const* peer_arrived;
+    uint32_t* const* peer_consumed;
+    int* finished;
+    TileOverlapFailure* failure;
+    uint64_t limit_ns;
+};
+
+// The first starts a use and sends, the second waits for what comes.
+int tileoverlap_send_scalars(const TileOverlapScalars* arguments, cudaStream_t stream);
+int tileoverlap_collect_scalars(const TileOverlapScalars* arguments, cudaStream_t stream);
 int tileoverlap_keep(const TileOverlapKeep* arguments, cudaStream_t stream);
 int tileoverlap_begin_return(const TileOverlapBegin* arguments, cudaStream_t stream);
 int tileoverlap_return(const TileOverlapCourier* arguments, int is_half, int num_sms, cudaStream_t stream);

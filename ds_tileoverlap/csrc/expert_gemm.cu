@@ -166,10 +166,19 @@ __device__ void wait_for_peers(const TileOverlapGather& gather) {
     __syncwarp();
 }
 
+// One pair of operands.
+struct Operands {
+    const CUtensorMap* a;
+    const CUtensorMap* b;  // [experts]
+    int k;
+
+    __device__ int num_blocks() const { return (k + TILE_K - 1) / TILE_K; }
+};
+
 // One thread, or one warp where rows are gathered.
 template <int B_TRANSPOSED, int GATHERED>
-__device__ void load(Shared& shared, uint8_t* stages, const CUtensorMap* a_map, const CUtensorMap* b_maps,
-                     const TileOverlapGather& gather, int k, uint32_t rank) {
+__device__ void load(Shared& shared, uint8_t* stages, Operands operands, Operands second,
+                     const TileOverlapGather& gather, uint32_t rank) {
     QueueReader queue;
     Ring<STAGES> ring;
     int mapped = -1;
@@ -186,17 +195,19 @@ __device__ void load(Shared& shared, uint8_t* stages, const CUtensorMap* a_map, 
             queue.release(shared);
         }
         queue.ring.advance();
-        const CUtensorMap* b_map = b_maps + tile.expert;
-        if (leads && tile.expert != mapped) acquire_map(b_map);
+        if (leads && tile.expert != mapped) {
+            acquire_map(operands.b + tile.expert);
+            if (second.k) acquire_map(second.b + tile.expert);
+        }
         mapped = tile.expert;
-        auto each_stage = [&](auto load_operand_a, uint32_t bytes) {
-            for (int block = 0; block * TILE_K < k; block++) {
+        auto each_stage = [&](const Operands& pair, uint32_t bytes, auto load_operand_a) {
+            for (int block = 0; block < pair.num_blocks(); block++) {
                 if (leads || GATHERED) barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
                 uint64_t* full = &shared.full[ring.slot];
                 uint8_t* a = stages + ring.slot * STAGE_BYTES;
                 if (leads) {
                     barrier_expect(full, bytes);
-                    load_b<B_TRANSPOSED>(a + A_BYTES, b_map, full, tile, block * TILE_K, rank);
+                    load_b<B_TRANSPOSED>(a + A_BYTES, pair.b + tile.expert, full, tile, block * TILE_K, rank);
                 }
                 load_operand_a(a, full, block * TILE_K);
                 ring.advance();
@@ -207,10 +218,14 @@ __device__ void load(Shared& shared, uint8_t* stages, const CUtensorMap* a_map, 
                 wait_for_peers(gather);
                 has_arrived = true;
             }
-            ScatteredRows rows(gather, received, tile, static_cast<int64_t>(k) * 2);
-            each_stage([&](uint8_t* a, uint64_t* full, int at) { rows.load(a, full, at, k); }, B_BYTES);
+            ScatteredRows rows(gather, received, tile, static_cast<int64_t>(operands.k) * 2);
+            each_stage(operands, B_BYTES,
+                       [&](uint8_t* a, uint64_t* full, int at) { rows.load(a, full, at, operands.k); });
         } else {
-            each_stage([&](uint8_t* a, uint64_t* full, int at) { load_a(a, a_map, full, tile, at, rank); }, STAGE_BYTES);
+            each_stage(operands, STAGE_BYTES,
+                       [&](uint8_t* a, uint64_t* full, int at) { load_a(a, operands.a, full, tile, at, rank); });
+            each_stage(second, STAGE_BYTES,
+                       [&](uint8_t* a, uint64_t* full, int at) { load_a(a, second.a, full, tile, at, rank); });
         }
     }
 }
@@ -336,15 +351,17 @@ __device__ void keep_books(Shared& shared, Scheduler scheduler, uint32_t* signal
 
 template <typename T, int B_TRANSPOSED, int GATHERED>
 __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
-    expert_gemm(const __grid_constant__ CUtensorMap a_map, const CUtensorMap* b_maps, T* c, const int4* items,
+    expert_gemm(const __grid_constant__ CUtensorMap a_map, const CUtensorMap* b_maps,
+                const __grid_constant__ CUtensorMap a2_map, const CUtensorMap* b2_maps, T* c, const int4* items,
                 const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, uint32_t* panel_done,
-                int panel_tiles, int n, int k, const __grid_constant__ TileOverlapGather gather,
+                int panel_tiles, int n, int k, int k2, const __grid_constant__ TileOverlapGather gather,
                 const __grid_constant__ TileOverlapCourier courier) {
     extern __shared__ uint8_t dynamic[];
     __shared__ Shared shared;
     uint8_t* stages = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(dynamic) + 1023) & ~uintptr_t{1023});
     uint32_t rank = cluster_rank();
-    int group = threadIdx.x / WARPGROUP, num_blocks = (k + TILE_K - 1) / TILE_K;
+    int group = threadIdx.x / WARPGROUP;
+    const Operands operands = {&a_map, b_maps, k}, second = {&a2_map, b2_maps, k2};
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
@@ -365,7 +382,7 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         give_registers<REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp == LOADER) {
-            if (lane == 0 || GATHERED) load<B_TRANSPOSED, GATHERED>(shared, stages, &a_map, b_maps, gather, k, rank);
+            if (lane == 0 || GATHERED) load<B_TRANSPOSED, GATHERED>(shared, stages, operands, second, gather, rank);
         } else if (warp == CLERK) {
             Scheduler scheduler = {items, *num_items, claimed, static_cast<int>(gridDim.x / 2)};
             if (lane == 0)
@@ -376,7 +393,8 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         __syncwarp();
     } else {
         take_registers<MATH_REGISTERS>();
-        multiply<T, B_TRANSPOSED, GATHERED>(shared, stages, c, n, num_blocks, group - 1, rank);
+        multiply<T, B_TRANSPOSED, GATHERED>(shared, stages, c, n, operands.num_blocks() + second.num_blocks(), group - 1,
+                                            rank);
     }
     cluster_sync();  // no CTA leaves while the other may still write to its shared memory
 }
@@ -409,17 +427,20 @@ int encode(CUtensorMap* map, const void* matrix, uint64_t rows, uint64_t columns
 template <typename T, int B_TRANSPOSED, int GATHERED>
 int launch(const TileOverlapGemm& gemm, const TileOverlapGather& gather, const TileOverlapCourier& courier,
            cudaStream_t stream) {
-    CUtensorMap a_map = {};
+    CUtensorMap a_map = {}, a2_map = {};
     if (!GATHERED && gemm.num_rows > 0)
         if (int error = encode(&a_map, gemm.a, gemm.num_rows, gemm.k, TILE_M / 2, gemm.is_half)) return error;
+    if (gemm.k2 > 0 && gemm.num_rows > 0)
+        if (int error = encode(&a2_map, gemm.a2, gemm.num_rows, gemm.k2, TILE_M / 2, gemm.is_half)) return error;
     auto kernel = expert_gemm<T, B_TRANSPOSED, GATHERED>;
     static cudaError_t prepared =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
     if (prepared) return prepared;
     kernel<<<gemm.num_sms / 2 * 2, THREADS, SHARED_BYTES, stream>>>(
-        a_map, static_cast<const CUtensorMap*>(gemm.b_maps), static_cast<T*>(gemm.c),
+        a_map, static_cast<const CUtensorMap*>(gemm.b_maps), a2_map, static_cast<const CUtensorMap*>(gemm.b2_maps),
+        static_cast<T*>(gemm.c),
         reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals, gemm.epoch,
-        gemm.panel_done, gemm.panel_tiles, gemm.n, gemm.k, gather, courier);
+        gemm.panel_done, gemm.panel_tiles, gemm.n, gemm.k, gemm.k2, gather, courier);
     return cudaGetLastError();
 }
 

@@ -46,6 +46,10 @@ struct TileOverlapGemm {
     const uint32_t* epoch;   // on the device; the value that a finished half tile writes to its signal
     uint32_t* panel_done;    // [panels] on the device, or null: counts finished tiles of items with rows that travel
     int panel_tiles;         // column tiles in a panel
+    // A second pair of operands whose product is added: C = A B^T + A2 B2^T; k2 = 0: there is none.
+    const void* a2;          // [num_rows, k2]
+    const void* b2_maps;
+    int k2;
     int num_rows, n, k;
     int is_half;             // 0: bfloat16, 1: float16
     int b_is_transposed;     // 0: B_e is [n, k], 1: B_e is [k, n]
