@@ -44,7 +44,7 @@ class Channel:
 
     def __init__(self, pool: Pool, words: torch.Tensor, bases: list[int], first: int, own: torch.Tensor):
         size, rank = pool.peers.size, pool.peers.rank
-        self._pool, self._buffer, self._handle = pool, None, None
+        self._pool, self._buffer = pool, None
         self.capacity_bytes = 0
         self.arrived, self.consumed = words[first : first + size], words[first + size : first + 2 * size]
         self.peer_arrived = pool.addresses([base + 4 * (first + rank) for base in bases])
@@ -70,16 +70,13 @@ class Channel:
         capacity = -(-wanted // GRAIN_BYTES) * GRAIN_BYTES
         # Every use of the old buffer is over on all ranks before any of them lets go of it.
         self._pool.meet()
-        self._buffer = self._handle = None
-        buffer = symmetric_memory.empty(GENERATIONS * capacity, dtype=torch.uint8, device=self._pool.device)
-        handle = symmetric_memory.rendezvous(buffer, self._pool.peers.group)
-        self._buffer, self._handle, self.capacity_bytes = buffer, handle, capacity
-        self.peer_buffers = self._pool.addresses(handle.buffer_ptrs)
+        self._buffer = None
+        self._buffer, bases = self._pool.allocate(GENERATIONS * capacity, torch.uint8)
+        self.peer_buffers, self.capacity_bytes = self._pool.addresses(bases), capacity
         self._pool.meet()
 
     def close(self) -> None:
-        self._buffer = self._handle = None
-        self.capacity_bytes = 0
+        self._buffer, self.capacity_bytes = None, 0
 
 
 class Pool:
@@ -99,25 +96,26 @@ class Pool:
 
     def __init__(self, peers: Peers, device: torch.device, op):
         self.peers, self.device = peers, device
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            self.stream = torch.cuda.Stream(device, priority=-1)
+            self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
         size = peers.size
         own_sizes = [3 + size] * CHANNELS + [1, op.MAX_PANELS]
         own = torch.zeros(sum(own_sizes), dtype=torch.int32, device=device).split(own_sizes)
         self.claimed_items, self.panel_done = own[CHANNELS:]
         self.counts_stride = op.MAX_EXPERTS + size + MIN_COUNTS_STRIDE
-        words = symmetric_memory.empty(
-            (2 * CHANNELS + 1) * size + GENERATIONS * size * self.counts_stride, dtype=torch.int32, device=device
-        ).zero_()
-        self._words = symmetric_memory.rendezvous(words, peers.group)
-        bases = self._words.buffer_ptrs
-        self.records, self.tokens, self.returns = (Channel(self, words, bases, 2 * size * i, own[i]) for i in range(3))
-        self.ready = words[6 * size : 7 * size]
-        self.peer_ready = self.addresses([base + 4 * (6 * size + peers.rank) for base in bases])
-        self.peer_counts = self.addresses([base + 4 * 7 * size for base in bases])
-        self.host_counts = torch.zeros(size * self.counts_stride, dtype=torch.int32, pin_memory=True)
-        self.host_ready = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.failure = torch.zeros(5, dtype=torch.int32, pin_memory=True)
+        words, bases = self.allocate((2 * CHANNELS + 1) * size + GENERATIONS * size * self.counts_stride, torch.int32)
+        words.zero_()
+        self.channels = [Channel(self, words, bases, 2 * size * i, own[i]) for i in range(CHANNELS)]
+        self.records, self.tokens, self.returns, self.scalars = self.channels
+        first = 2 * CHANNELS * size
+        self.ready = words[first : first + size]
+        self.peer_ready = self.addresses([base + 4 * (first + peers.rank) for base in bases])
+        self.peer_counts = self.addresses([base + 4 * (first + size) for base in bases])
+        self.host_counts = torch.zeros(size * self.counts_stride, dtype=torch.int32, pin_memory=on_gpu)
+        self.host_ready = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        self.failure = torch.zeros(5, dtype=torch.int32, pin_memory=on_gpu)
         self.signals = torch.zeros(0, dtype=torch.int32, device=device)
         # Nobody may write into a peer's words before it has cleared them.
         self.meet()
@@ -133,7 +131,11 @@ class Pool:
         self.meet()
         for channel in self.channels:
             channel.close()
-        self._words = None
+
+    def allocate(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
+        """Memory that peers can write: this rank's part, uninitialised, and the addresses of all parts. Collective."""
+        part = symmetric_memory.empty(count, dtype=dtype, device=self.device)
+        return part, list(symmetric_memory.rendezvous(part, self.peers.group).buffer_ptrs)
 
     def addresses(self, addresses: list[int]) -> torch.Tensor:
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)

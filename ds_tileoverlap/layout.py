@@ -75,12 +75,12 @@ class Plan:
         size = self.peers.size
         return self.counts.numpy()[:, : self.num_experts].reshape(size, size, self.num_experts // size)
 
-    @property
+    @cached_property
     def sends(self) -> np.ndarray:
         """[W, W] int32: rows that go from a rank to a rank, one for each token that has an expert there."""
         return self.counts.numpy()[:, self.num_experts : -1]
 
-    @property
+    @cached_property
     def remote_sends(self) -> np.ndarray:
         """[W, W] as :attr:`sends`, without what stays on its rank."""
         return self.sends * (1 - np.eye(self.peers.size, dtype=np.int32))

@@ -9,7 +9,7 @@ class WeightMaps:
     """One layer's tables, made again whenever a weight has moved."""
 
     def __init__(self):
-        self._tables: dict[tuple, torch.Tensor] = {}
+        self._tables: dict[tuple, tuple[list, torch.Tensor]] = {}
 
     def of(self, op, name: str, stack, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
         """The table of one projection on the device.
@@ -24,16 +24,13 @@ class WeightMaps:
         Returns:
             [E_local * 128] uint8.
         """
-        addresses = [
-            view.data_ptr() + i * view.stride(0) * view.element_size()
-            for first, end, view in stack
-            for i in range(end - first)
-        ]
-        rows, columns = stack[0][2].shape[1:]
-        key = (name, rows, columns, dtype, transposed)
-        kept = self._tables.get(key)
-        if kept is not None and kept[0] == addresses:
+        places = [(view.data_ptr(), view.shape, view.stride(0)) for _, _, view in stack]
+        kept = self._tables.get(key := (name, dtype, transposed))
+        if kept is not None and kept[0] == places:
             return kept[1]
+        rows, columns = stack[0][2].shape[1:]
+        element = stack[0][2].element_size()
+        addresses = [first + i * step * element for first, (count, *_), step in places for i in range(count)]
         host = torch.empty(len(addresses) * op.MAP_BYTES, dtype=torch.uint8)
         op.encode_weights(
             maps=host.data_ptr(),
@@ -44,5 +41,5 @@ class WeightMaps:
             b_is_transposed=transposed,
         )
         table = host.to(stack[0][2].device)
-        self._tables[key] = (addresses, table)
+        self._tables[key] = (places, table)
         return table

@@ -20,6 +20,9 @@ using Address = uintptr_t;
 
 namespace {
 
+// Other Python threads may run while a kernel is enqueued.
+using LaunchGuard = py::call_guard<py::gil_scoped_release>;
+
 void check(int error, const char* what) {
     if (error)
         throw std::runtime_error(std::string(what) + ": CUDA error " + std::to_string(error) + " (" +
@@ -61,7 +64,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                              columns, is_half, b_is_transposed),
                   "encode_weights");
         },
-        py::kw_only(), py::arg("maps"), py::arg("weights"), py::arg("rows"), py::arg("columns"), py::arg("is_half"),
+        LaunchGuard(), py::kw_only(), py::arg("maps"), py::arg("weights"), py::arg("rows"), py::arg("columns"), py::arg("is_half"),
         py::arg("b_is_transposed"));
 
     module.def(
@@ -79,7 +82,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                              at<int>(num_segments), at<int>(slot_bases)};
             check(tileoverlap_schedule(&arguments, stream_of(stream)), "schedule");
         },
-        py::kw_only(), py::arg("counts"), py::arg("counts_stride"), py::arg("num_ranks"), py::arg("rank"),
+        LaunchGuard(), py::kw_only(), py::arg("counts"), py::arg("counts_stride"), py::arg("num_ranks"), py::arg("rank"),
         py::arg("num_experts"), py::arg("n"), py::arg("row_bytes"), py::arg("aligns_owners"),
         py::arg("bands_per_segment"), py::arg("panel_tiles"), py::arg("num_panels"), py::arg("panel_done"),
         py::arg("panel_targets"), py::arg("sum_runs"), py::arg("send_runs") = 0, py::arg("local_first") = false,
@@ -94,7 +97,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                           at<int>(block_counts), at<int>(slots), num_tokens, num_choices, num_experts};
             check(tileoverlap_slots(&arguments, stream_of(stream)), "slots");
         },
-        py::kw_only(), py::arg("experts"), py::arg("slot_bases"), py::arg("token_slots"), py::arg("own_first"),
+        LaunchGuard(), py::kw_only(), py::arg("experts"), py::arg("slot_bases"), py::arg("token_slots"), py::arg("own_first"),
         py::arg("own_end"), py::arg("block_counts"), py::arg("slots"), py::arg("num_tokens"), py::arg("num_choices"),
         py::arg("num_experts"), py::arg("stream"));
 
@@ -149,7 +152,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                          at<void>(b2_maps), k2, num_rows, n, k, is_half, b_is_transposed, num_sms};
             check(tileoverlap_expert_gemm(&arguments, &gather, &courier, stream_of(stream)), "expert_gemm");
         },
-        py::kw_only(), py::arg("a"), py::arg("b_maps"), py::arg("c"), py::arg("items"), py::arg("num_items"),
+        LaunchGuard(), py::kw_only(), py::arg("a"), py::arg("b_maps"), py::arg("c"), py::arg("items"), py::arg("num_items"),
         py::arg("claimed"), py::arg("signals"), py::arg("epoch"), py::arg("panel_done"), py::arg("panel_tiles"),
         py::arg("num_rows"), py::arg("n"), py::arg("k"), py::arg("a2") = 0, py::arg("b2_maps") = 0, py::arg("k2") = 0,
         py::arg("is_half"), py::arg("b_is_transposed"),
@@ -168,7 +171,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                           at<uint32_t>(host_ready), at<TileOverlapFailure>(failure), limit_ns};
             check(tileoverlap_count(&arguments, stream_of(stream)), "count");
         },
-        py::kw_only(), py::arg("experts"), py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_experts"),
+        LaunchGuard(), py::kw_only(), py::arg("experts"), py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_experts"),
         py::arg("num_ranks"), py::arg("rank"), py::arg("word"), py::arg("block_counts"), py::arg("peer_counts"),
         py::arg("stride"), py::arg("peer_ready"), py::arg("ready"), py::arg("epoch"), py::arg("targets"),
         py::arg("counts"), py::arg("bases"), py::arg("host_counts"), py::arg("host_ready"), py::arg("failure"),
@@ -206,7 +209,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                           at<uint32_t>(epoch), at<TileOverlapFailure>(failure), limit_ns};
             check(tileoverlap_place(&arguments, stream_of(stream)), "place");
         },
-        py::kw_only(), py::arg("experts"), py::arg("weights"), py::arg("block_counts"), py::arg("bases"),
+        LaunchGuard(), py::kw_only(), py::arg("experts"), py::arg("weights"), py::arg("block_counts"), py::arg("bases"),
         py::arg("num_tokens"), py::arg("num_choices"), py::arg("num_experts"), py::arg("num_ranks"), py::arg("rank"),
         py::arg("returns_sums"), py::arg("sent_tokens"), py::arg("choice_slots"), py::arg("token_slots"),
         py::arg("slots"), py::arg("peer_buffers"), py::arg("generation_bytes"), py::arg("peer_arrived"),
@@ -226,7 +229,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                             at<TileOverlapFailure>(failure), limit_ns};
             check(tileoverlap_receive(&arguments, stream_of(stream)), "receive");
         },
-        py::kw_only(), py::arg("buffer"), py::arg("generation_bytes"), py::arg("num_received"), py::arg("num_choices"),
+        LaunchGuard(), py::kw_only(), py::arg("buffer"), py::arg("generation_bytes"), py::arg("num_received"), py::arg("num_choices"),
         py::arg("num_ranks"), py::arg("num_experts"), py::arg("rank"), py::arg("counts"), py::arg("choice_rows"),
         py::arg("row_sources"), py::arg("row_weights"), py::arg("row_offsets"), py::arg("arrived"), py::arg("targets"),
         py::arg("epoch"), py::arg("peer_read"), py::arg("finished"), py::arg("failure"), py::arg("limit_ns"),
@@ -240,7 +243,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                           row_bytes, at<uint32_t>(epoch), at<uint32_t>(targets)};
             check(tileoverlap_begin_return(&arguments, stream_of(stream)), "begin_return");
         },
-        py::kw_only(), py::arg("counts"), py::arg("counts_stride"), py::arg("num_ranks"), py::arg("rank"),
+        LaunchGuard(), py::kw_only(), py::arg("counts"), py::arg("counts_stride"), py::arg("num_ranks"), py::arg("rank"),
         py::arg("num_experts"), py::arg("what"), py::arg("row_bytes"), py::arg("epoch"), py::arg("targets"),
         py::arg("stream"));
 
@@ -249,7 +252,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         [](const TileOverlapCourier& courier, bool is_half, int num_sms, Address stream) {
             check(tileoverlap_return(&courier, is_half, num_sms, stream_of(stream)), "run_couriers");
         },
-        py::kw_only(), py::arg("courier"), py::arg("is_half"), py::arg("num_sms"), py::arg("stream"));
+        LaunchGuard(), py::kw_only(), py::arg("courier"), py::arg("is_half"), py::arg("num_sms"), py::arg("stream"));
 
     module.def(
         "keep_rows",
@@ -259,7 +262,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                          num_bytes, at<uint32_t*>(peer_consumed), at<int>(finished), num_peers, num_sms};
             check(tileoverlap_keep(&arguments, stream_of(stream)), "keep_rows");
         },
-        py::kw_only(), py::arg("received"), py::arg("generation_bytes"), py::arg("epoch"), py::arg("kept"),
+        LaunchGuard(), py::kw_only(), py::arg("received"), py::arg("generation_bytes"), py::arg("epoch"), py::arg("kept"),
         py::arg("num_bytes"), py::arg("peer_consumed"), py::arg("finished"), py::arg("num_peers"), py::arg("num_sms"),
         py::arg("stream"));
 
@@ -281,7 +284,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             check((collects ? tileoverlap_collect_scalars : tileoverlap_send_scalars)(&arguments, stream_of(stream)),
                   "scalars");
         },
-        py::kw_only(), py::arg("collects"), py::arg("values"), py::arg("index"), py::arg("sum_runs"), py::arg("choice_slots"),
+        LaunchGuard(), py::kw_only(), py::arg("collects"), py::arg("values"), py::arg("index"), py::arg("sum_runs"), py::arg("choice_slots"),
         py::arg("slots"), py::arg("own_first"), py::arg("own_end"), py::arg("results"), py::arg("num_tokens"),
         py::arg("num_choices"), py::arg("num_peers"), py::arg("rank"), py::arg("counts"), py::arg("counts_stride"),
         py::arg("num_experts"), py::arg("epoch"), py::arg("targets"), py::arg("received"), py::arg("generation_bytes"),
@@ -300,7 +303,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                         num_choices, width, num_peers, is_half, num_sms};
             check(tileoverlap_sum(&arguments, stream_of(stream)), "sum_slots");
         },
-        py::kw_only(), py::arg("received"), py::arg("local"), py::arg("slots"), py::arg("sums"), py::arg("arrived"),
+        LaunchGuard(), py::kw_only(), py::arg("received"), py::arg("local"), py::arg("slots"), py::arg("sums"), py::arg("arrived"),
         py::arg("targets"), py::arg("epoch"), py::arg("peer_consumed"), py::arg("finished"), py::arg("failure"),
         py::arg("generation_bytes"), py::arg("limit_ns"), py::arg("num_tokens"), py::arg("num_choices"),
         py::arg("width"), py::arg("num_peers"), py::arg("is_half"), py::arg("num_sms"), py::arg("stream"));

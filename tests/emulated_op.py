@@ -1,0 +1,90 @@
+"""The operator on a CPU: its own sources, compiled with a small stand-in for CUDA; only the GEMM is written anew.
+
+Every call runs its kernels to the end before it returns, with Python's lock released: ranks are threads of one process,
+and a rank that waits for a peer in a kernel does not hold it up.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from torch.utils import cpp_extension
+
+from ds_tileoverlap.op_builder import tileoverlap as builders
+
+HERE = Path(__file__).resolve().parent / "emulation"
+KERNELS = [name for name in builders.KERNELS if name != "expert_gemm.cu"]
+# The functions of tile_signal.cuh that are single instructions: name -> what they do to `signal` or `counter`.
+INSTRUCTIONS = {
+    "publish": "__atomic_store_n(signal, epoch, __ATOMIC_SEQ_CST);",
+    "publish_to_peer": "__atomic_store_n(signal, value, __ATOMIC_SEQ_CST);",
+    "add_to": "__atomic_fetch_add(counter, value, __ATOMIC_SEQ_CST);",
+    "add_to_peer": "__atomic_fetch_add(counter, value, __ATOMIC_SEQ_CST);",
+    "read_signal": "return __atomic_load_n(signal, __ATOMIC_SEQ_CST);",
+    "read_peer_signal": "return __atomic_load_n(signal, __ATOMIC_SEQ_CST);",
+    "nanoseconds": "return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);",
+}
+
+
+def build(folder: Path):
+    """Compiles the operator in a folder of its own and imports it."""
+    for path in builders._csrc().iterdir():
+        if path.suffix in (".cu", ".cuh", ".cpp"):
+            (folder / path.with_suffix(".cpp" if path.suffix == ".cu" else path.suffix).name).write_text(
+                as_cpp(path.name, path.read_text())
+            )
+    for path in HERE.iterdir():
+        shutil.copy(path, folder)
+    includes = [str(folder), cpp_extension.include_paths()[0], sysconfig.get_paths()["include"]]
+    sources = ["bindings.cpp", "expert_gemm.cpp", *(name.replace(".cu", ".cpp") for name in KERNELS)]
+    binary = folder / "tileoverlap_emulated.so"
+    command = ["g++", "-std=c++20", "-O2", "-fPIC", "-shared", "-D__CUDACC__", f"-DTORCH_EXTENSION_NAME={binary.stem}"]
+    command += [*(f"-I{path}" for path in includes), *(str(folder / name) for name in sources), "-o", str(binary)]
+    subprocess.run(command, check=True)
+    spec = importlib.util.spec_from_file_location(binary.stem, binary)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def as_cpp(name: str, source: str) -> str:
+    """What a C++ compiler understands of a CUDA file."""
+    if name == "tile_signal.cuh":
+        for function, body in INSTRUCTIONS.items():
+            source, count = re.subn(rf"(\b{function}\([^)]*\) \{{\n).*?\n\}}", rf"\1    {body}\n}}", source, flags=re.S)
+            assert count == 1, function
+    source = re.sub(
+        r"__shared__ (\w+) (\w+)\[([^\]]+)\];", r"auto& \2 = emulation::shared<\1[\3], __LINE__>();", source
+    )
+    source = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1* \2 = emulation::dynamic<\1>();", source)
+    return launches(source)
+
+
+def launches(source: str) -> str:
+    """``kernel<<<grid, block, bytes, stream>>>(arguments);`` as a call of the emulation."""
+    while (start := source.find("<<<")) >= 0:
+        end = source.index(">>>(", start)
+        grid, block, shared, _ = at_top_level(source[start + 3 : end])
+        close = source.index(");", end)
+        arguments = source[end + 4 : close]
+        kernel = re.search(r"[\w:]+(<\w+>)?$", source[:start]).group()
+        call = f"emulation::launch({grid}, {block}, {shared}, [&] {{ {kernel}({arguments}); }});"
+        source = source[: start - len(kernel)] + call + source[close + 2 :]
+    return source
+
+
+def at_top_level(text: str) -> list[str]:
+    """The parts of a list at those commas that stand in no bracket."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts

@@ -1,0 +1,249 @@
+"""The overlap backend on CPUs: its own host code, its own kernels emulated, ranks as threads of this process."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from types import SimpleNamespace
+
+import pytest
+import torch
+from emulated_op import build
+from models import Gated, fill, mlp, ours, stock, tokens
+from test_gpu import relative_errors
+
+from ds_tileoverlap import layout, overlap_group, route, schedule, symmetric_layout
+from ds_tileoverlap.buffer import Pool
+from ds_tileoverlap.config import TileOverlapConfig
+from ds_tileoverlap.exchange import PeerError, Peers
+
+H, E = 64, 8
+ERRORS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(scope="module")
+def op(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("emulated"))
+
+
+class ThreadPools:
+    """The pools of ranks that are threads: what one allocates, the others can write."""
+
+    def __init__(self, size, op, timeout_s=20.0):
+        self.size, self.op, self.timeout_s = size, op, timeout_s
+        self.barrier, self.parts = threading.Barrier(size, timeout=60), [[] for _ in range(size)]
+        self.peers = [Peers(None, rank, tuple(range(size)), timeout_s, "test") for rank in range(size)]
+
+    def run(self, function, *arguments):
+        """``function(rank, group, peers, *arguments)`` on every rank; a failure anywhere ends all of them."""
+
+        def on(rank):
+            peers = self.peers[rank]
+            try:
+                pool = ThreadPool(self, peers)
+                return function(rank, overlap_group.Group(self.op, None, pool, 4), peers, *arguments)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.size) as executor:
+            futures = [executor.submit(on, rank) for rank in range(self.size)]
+            # The first to fail is the one to look at: the others only miss it.
+            for future in as_completed(futures):
+                if error := future.exception():
+                    raise error
+            return [future.result() for future in futures]
+
+
+class ThreadPool(Pool):
+    def __init__(self, pools, peers):
+        self._pools = pools
+        super().__init__(peers, torch.device("cpu"), pools.op)
+        event = SimpleNamespace(record=lambda stream: None)
+        self.stream, self.forked, self.joined = NO_STREAM, event, event
+
+    def allocate(self, count, dtype):
+        # Dirty memory: nothing may rely on what was there.
+        part = torch.full((count,), 0x5A, dtype=dtype)
+        self._pools.parts[self.peers.rank].append(part)
+        self.meet()
+        return part, [parts[-1].data_ptr() for parts in self._pools.parts]
+
+    def meet(self):
+        self._pools.barrier.wait()
+
+
+NO_STREAM = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
+
+
+@pytest.fixture(autouse=True)
+def no_streams(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NO_STREAM)
+
+
+def random_routes(seed, num_tokens, k, num_experts):
+    generator = torch.Generator().manual_seed(seed)
+    experts = torch.rand(num_tokens, num_experts, generator=generator).topk(k, 1).indices.int()
+    experts[torch.rand(experts.shape, generator=generator) < 0.2] = -1
+    return route.Routes(experts, torch.rand(experts.shape, generator=generator), None, None)
+
+
+def _layout(rank, group, peers, lengths, k, num_experts, combine):
+    config, plans = TileOverlapConfig(enabled=True, combine=combine), []
+    for step, length in enumerate(lengths):
+        routes = random_routes(100 * step + rank, length[rank], k, num_experts)
+        plans.append((routes, symmetric_layout.layout(routes, num_experts, peers, group, config, 128, True)))
+    return plans
+
+
+@pytest.mark.parametrize("combine", ["rows", "sums"])
+@pytest.mark.parametrize("size,k,num_experts", [(2, 1, 2), (2, 3, 60), (4, 8, 64), (8, 2, 16)])
+def test_layout(op, size, k, num_experts, combine):
+    lengths = [
+        (33,) * size,
+        tuple(300 - 40 * r for r in range(size)),
+        (0,) * size,
+        tuple(257 * (r % 2) for r in range(size)),
+    ]
+    results = ThreadPools(size, op).run(_layout, lengths, k, num_experts, combine)
+    for step in range(len(lengths)):
+        routes, plans = zip(*(result[step] for result in results))
+        sent = [placed(r.experts, r.weights, num_experts, size) for r in routes]
+        for rank, plan in enumerate(plans):
+            counted, (sent_tokens, choice_slots, token_slots, _) = sent[rank]
+            assert torch.equal(plan.counts[rank], counted) and plan.all_can_overlap
+            assert torch.equal(plan.sent_tokens, sent_tokens[: plan.sent_tokens.numel()])
+            assert torch.equal(plan.choice_slots, choice_slots) and torch.equal(plan.token_slots, token_slots)
+            received = torch.cat(
+                [s[1][3][sum(p.send_splits[:rank]) : sum(p.send_splits[: rank + 1])] for s, p in zip(sent, plans)]
+            )
+            rows = layout.place_rows(
+                received, num_experts // size, sum(plan.expert_counts), sum(plan.recv_splits[: rank + 1])
+            )
+            got = (plan.choice_rows, plan.row_sources, plan.row_weights, plan.row_offsets)
+            assert all(torch.equal(a, b) for a, b in zip(got, rows, strict=True))
+            to_slots = (plan.token_slots, plan.sends) if plan.returns.sums else None
+            assert torch.equal(plan.slots, schedule.plain_slots(routes[rank].experts, plan.routes, rank, to_slots))
+
+
+def placed(experts, weights, num_experts, size):
+    counted = layout.count_routes(experts, num_experts, size)
+    return counted.counts, layout.place_tokens(experts, weights, counted, size)
+
+
+def layer_of(rank, peers, full, options, grouped):
+    """One rank's part of a layer on the overlap backend."""
+    local = E // peers.size
+    layer = ours(full, "overlap", **options)
+    inner = layer.deepspeed_moe
+    inner.experts.deepspeed_experts = inner.experts.deepspeed_experts[rank * local : (rank + 1) * local]
+    inner.num_local_experts, inner.ep_size = local, peers.size
+    if grouped:
+        flatten(inner.experts)
+    inner.tile_overlap.peers = lambda *_: peers
+    # Tracing, which finds the experts' form, is not for several threads at once.
+    assert inner.tile_overlap.experts(inner.experts.deepspeed_experts).form is not None
+    return layer
+
+
+def _train(rank, group, peers, layers, lengths, dtype):
+    """Forward and backward of a rank's layer: its inputs, outputs and gradients by step."""
+    GROUPS.local.group, layer, results = group, layers[rank], []
+    for step, length in enumerate(lengths):
+        x, grad = (tokens(seed + rank + 10 * step, length[rank], hidden=H, dtype=dtype) for seed in (100, 500))
+        x.requires_grad_()
+        layer.zero_grad(set_to_none=True)
+        y, l_aux, _ = layer(x)
+        assert layer.deepspeed_moe.tile_overlap.backend == "overlap"
+        ((y * grad).sum() + 3 * l_aux).backward()
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        results.append({"x": x.detach(), "grad": grad, "y": y.detach(), "x.grad": x.grad, **grads})
+        overlap_group.check_failure(group.pool, peers)
+    return results
+
+
+def flatten(module):
+    """One buffer for all parameters in their order, as ZeRO has it: experts are evenly spaced, gate next to up."""
+    parameters = list(module.parameters())
+    buffer = torch.cat([p.detach().flatten() for p in parameters])
+    for parameter, piece in zip(parameters, buffer.split([p.numel() for p in parameters])):
+        parameter.data = piece.view_as(parameter)
+
+
+FORMS = {"mlp": lambda: mlp(H, 40, bias=False), "gated": lambda: Gated(H, 40)}
+
+
+@pytest.mark.parametrize(
+    "size,form,k,dtype,grouped,options",
+    [
+        (2, "gated", 2, torch.bfloat16, True, {"combine": "sums"}),
+        (2, "gated", 2, torch.bfloat16, True, {"combine": "rows"}),
+        (2, "gated", 3, torch.float16, False, {"combine": "sums", "comm_sms": 2}),
+        (2, "mlp", 1, torch.float16, False, {"combine": "rows", "owner_alignment": "tile"}),
+        (
+            2,
+            "gated",
+            2,
+            torch.bfloat16,
+            True,
+            {"combine": "sums", "overlap_dispatch": False},
+        ),
+        (4, "gated", 3, torch.float16, True, {"combine": "sums"}),
+        (4, "mlp", 4, torch.bfloat16, False, {"combine": "rows", "comm_sms": 2, "bands_per_segment": 1}),
+        (8, "gated", 2, torch.float16, True, {}),
+    ],
+    ids=str,
+)
+def test_layer(op, monkeypatch, size, form, k, dtype, grouped, options):
+    monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
+    full = fill(stock(FORMS[form](), num_experts=E, hidden=H, k=k), std=0.1)
+    lengths = [(37,) * size, tuple(5 + 90 * (r % 2) for r in range(size)), tuple(50 * (r == 0) for r in range(size))]
+    pools = ThreadPools(size, op)
+    layers = [layer_of(rank, pools.peers[rank], full.to(dtype), options, grouped) for rank in range(size)]
+    results = pools.run(_train, layers, lengths, dtype)
+    reference = ours(full.to(dtype).float(), "reference")
+    for step in range(len(lengths)):
+        reference.zero_grad(set_to_none=True)
+        for rank, result in enumerate(results):
+            got = result[step]
+            x, gate = got["x"].float().requires_grad_(), reference.deepspeed_moe.gate.wg.weight
+            gate.grad = None
+            y, l_aux, _ = reference(x)
+            ((y * got["grad"].float()).sum() + 3 * l_aux).backward()
+            expected = {"y": y.detach(), "x.grad": x.grad, "deepspeed_moe.gate.wg.weight": gate.grad}
+            errors = relative_errors(
+                {n: got[n] for n in expected if len(x)}, {n: v for n, v in expected.items() if len(x)}
+            )
+            assert max(errors.values(), default=0) <= ERRORS[dtype], (step, rank, errors)
+        # An expert's gradient is that of all ranks' tokens.
+        local = E // size
+        for name, parameter in reference.named_parameters():
+            prefix, found, rest = name.partition("deepspeed_experts.")
+            if found:
+                index, _, rest = rest.partition(".")
+                mine = results[int(index) // local][step][f"{prefix}{found}{int(index) % local}.{rest}"]
+                errors = relative_errors({name: mine}, {name: parameter.grad})
+                assert errors[name] <= ERRORS[dtype] or not parameter.grad.any(), (step, errors)
+                assert parameter.grad.any() or not mine.any()
+
+
+class GROUPS:
+    """The group of the rank that this thread is."""
+
+    local = threading.local()
+
+    @staticmethod
+    def by_thread():
+        return GROUPS.local.group
+
+
+def _one_leaves(rank, group, peers):
+    if rank == 1:
+        return None
+    config = TileOverlapConfig(enabled=True)
+    with pytest.raises(PeerError, match="rank 0: the counts of rank 1 did not come within"):
+        symmetric_layout.layout(random_routes(1, 20, 2, 8), 8, peers, group, config, 128, True)
+    return True
+
+
+def test_a_rank_that_never_comes_is_named(op, monkeypatch):
+    monkeypatch.setattr(symmetric_layout, "WATCHDOG_MARGIN_S", -5.0)
+    assert ThreadPools(2, op, timeout_s=1.0).run(_one_leaves) == [True, None]
