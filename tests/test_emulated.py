@@ -1,6 +1,8 @@
 """The overlap backend on CPUs: its own host code, its own kernels emulated, ranks as threads of this process."""
 
+import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from types import SimpleNamespace
 
@@ -61,8 +63,8 @@ class ThreadPool(Pool):
         self.stream, self.forked, self.joined = NO_STREAM, event, event
 
     def allocate(self, count, dtype):
-        # Dirty memory: nothing may rely on what was there.
-        part = torch.full((count,), 0x5A, dtype=dtype)
+        # Dirty memory: NaN for who reads numbers, no row for who reads positions.
+        part = torch.full((count,), 0xFF if dtype == torch.uint8 else -1, dtype=dtype)
         self._pools.parts[self.peers.rank].append(part)
         self.meet()
         return part, [parts[-1].data_ptr() for parts in self._pools.parts]
@@ -75,8 +77,12 @@ NO_STREAM = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
 
 
 @pytest.fixture(autouse=True)
-def no_streams(monkeypatch):
+def no_streams_and_dirty_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NO_STREAM)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def random_routes(seed, num_tokens, k, num_experts):
@@ -223,6 +229,125 @@ def test_layer(op, monkeypatch, size, form, k, dtype, grouped, options):
                 errors = relative_errors({name: mine}, {name: parameter.grad})
                 assert errors[name] <= ERRORS[dtype] or not parameter.grad.any(), (step, errors)
                 assert parameter.grad.any() or not mine.any()
+
+
+def _deep(rank, group, peers, layers, steps, delays):
+    """Several layers on one pool, forward and backward, each call of the operator a random while late."""
+    if delays:
+        group.op = Late(group.op, random.Random(rank))
+    GROUPS.local.group, results = group, []
+    for step in range(steps):
+        # Rank 0 alone has tokens in every third step: the others may then run ahead of it.
+        x = tokens(rank + 10 * step, 0 if step % 3 == 2 and rank else 30 + 20 * rank, hidden=H, dtype=torch.float16)
+        y = x.requires_grad_()
+        for layer in layers[rank]:
+            layer.zero_grad(set_to_none=True)
+            y = y + layer(y)[0]
+        y.sum().backward()
+        results += [y.detach(), x.grad, *(p.grad for layer in layers[rank] for p in layer.parameters())]
+        overlap_group.check_failure(group.pool, peers)
+    return results
+
+
+class Late:
+    """An operator whose functions begin up to 4 ms late."""
+
+    def __init__(self, op, generator):
+        self._op, self._generator = op, generator
+
+    def __getattr__(self, name):
+        value = getattr(self._op, name)
+        if not name[0].islower():
+            return value
+
+        def call(**arguments):
+            time.sleep(self._generator.random() * 4e-3)
+            return value(**arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("combine", ["rows", "sums"])
+def test_whatever_the_timing(op, monkeypatch, combine):
+    monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
+    full = [fill(stock(Gated(H, 40), num_experts=E, hidden=H), seed=i, std=0.1).half() for i in range(2)]
+    results = []
+    for delays in (False, True):
+        pools = ThreadPools(2, op)
+        layers = [[layer_of(r, pools.peers[r], each, {"combine": combine}, True) for each in full] for r in range(2)]
+        results.append(pools.run(_deep, layers, 4, delays))
+    for rank in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(results[0][rank], results[1][rank], strict=True))
+
+
+GUARDS = {
+    "couriers wait for finished tiles": (
+        "courier.cuh",
+        "if (panel != ready && args.panel_done != nullptr && courier.in_time) {",
+        "if (false) {",
+    ),
+    "the sum waits for what comes": (
+        "combine.cu",
+        "in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.limit_ns);\n"
+        "        if (!in_time) report(args.failure, ROWS_ARRIVED, peer, 0, target, read_peer_signal(arrived));",
+        "",
+    ),
+    "routes are read after they came": (
+        "layout.cu",
+        "in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.limit_ns);\n"
+        "        if (!in_time) report(args.failure, ROUTES_ARRIVED, r, 0, target, read_peer_signal(arrived));",
+        "",
+    ),
+}
+
+
+class Slow(Late):
+    """An operator of which some functions begin late."""
+
+    def __init__(self, op, names):
+        self._op, self._names = op, names
+
+    def __getattr__(self, name):
+        value = getattr(self._op, name)
+        return value if name not in self._names else lambda **arguments: (time.sleep(0.05), value(**arguments))[1]
+
+
+def _late_peer(rank, group, peers, layers, steps):
+    if rank == 1:
+        group.op = Slow(group.op, {"expert_gemm", "place"})
+    return _deep(rank, group, peers, layers, steps, False)
+
+
+@pytest.mark.parametrize("guard", [None, *GUARDS])
+def test_every_guard_is_needed(op, monkeypatch, tmp_path, guard):
+    """With a peer that is late results are right; without a guard they are wrong, or positions out of range."""
+    monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
+    full = fill(stock(Gated(H, 40), num_experts=E, hidden=H), std=0.1).half()
+
+    def run(op, function, *arguments):
+        pools = ThreadPools(2, op)
+        layers = [[layer_of(rank, pools.peers[rank], full, {"combine": "sums"}, True)] for rank in range(2)]
+        return pools.run(function, layers, 2, *arguments)
+
+    expected = run(op, _deep, False)
+    broken = build(tmp_path, GUARDS[guard]) if guard else op
+    if guard == "routes are read after they came":
+        # Positions out of range would be written to: only the layout may run.
+        plans = ThreadPools(2, broken).run(_late_layout)
+        good = ThreadPools(2, op).run(_late_layout)
+        assert not all(torch.equal(a, b) for p, q in zip(plans, good) for a, b in zip(p, q))
+        return
+    got = run(broken, _late_peer)
+    same = all(torch.equal(a, b) for r in range(2) for a, b in zip(got[r], expected[r], strict=True))
+    assert same == (guard is None)
+
+
+def _late_layout(rank, group, peers):
+    if rank == 1:
+        group.op = Slow(group.op, {"place"})
+    config = TileOverlapConfig(enabled=True)
+    plan = symmetric_layout.layout(random_routes(rank, 40, 2, E), E, peers, group, config, 128, True)
+    return plan.choice_rows.clone(), plan.row_weights.clone()
 
 
 class GROUPS:

@@ -102,7 +102,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         py::arg("num_experts"), py::arg("stream"));
 
     // Where the rows of operand A lie; kept by Python for the length of one call.
-    py::class_<TileOverlapGather>(module, "Gather")
+    py::class_<TileOverlapGather>(module, "Gather", py::module_local())
         .def(py::init<>())
         .def(py::init([](Address sources, int own_first, int own_end, Address own_tokens, Address tokens, Address received,
                          int64_t generation_bytes, Address arrived, Address targets, Address epoch, int num_peers,
@@ -117,7 +117,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("epoch"), py::arg("num_peers"), py::arg("failure"), py::arg("limit_ns"));
 
     // What couriers carry and where to; kept by Python for the length of one call.
-    py::class_<TileOverlapCourier>(module, "Courier")
+    py::class_<TileOverlapCourier>(module, "Courier", py::module_local())
         .def(py::init<>())
         .def(py::init([](int errand, Address rows, int row_bytes, int num_peers, int rank, Address segments,
                          Address num_segments, Address signals, int signals_per_band, Address index, int num_choices,

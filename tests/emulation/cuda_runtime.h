@@ -2,6 +2,7 @@
 // CTA after the other. Barriers and warp exchanges switch fibers; a wait for a peer gives the core to other processes.
 #pragma once
 #include <sched.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -48,17 +49,19 @@ enum State { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, FINISHED };
 
 struct Dim { int x; };
 
+// A fiber starts as a context and then goes on by jumps, which unlike contexts cost no system call.
 struct Fiber {
     ucontext_t context;
+    jmp_buf place;
+    bool started;
     State state;
     Dim thread;
-    std::unique_ptr<char[]> stack;
 };
 
 struct Block {
     Dim block, grid, size;
     std::vector<Fiber> fibers;
-    ucontext_t scheduler;
+    jmp_buf scheduler;
     Fiber* running = nullptr;
     std::function<void()> body;
     std::map<int, std::vector<char>> shared;
@@ -70,14 +73,23 @@ struct Block {
 inline thread_local Block* block = nullptr;
 
 inline void pause(State state) {
-    block->running->state = state;
-    swapcontext(&block->running->context, &block->scheduler);
+    Block* b = block;
+    b->running->state = state;
+    if (_setjmp(b->running->place) == 0) _longjmp(b->scheduler, 1);
 }
 
 inline void enter() {
     block->body();
     block->running->state = FINISHED;
-    swapcontext(&block->running->context, &block->scheduler);
+    _longjmp(block->scheduler, 1);
+}
+
+inline void resume(Block& b, Fiber& fiber) {
+    b.running = &fiber;
+    if (_setjmp(b.scheduler)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
 }
 
 // Whether every fiber of a range waits there or has finished; then they may all go on.
@@ -93,10 +105,11 @@ inline void open(Block& b, size_t first, size_t end, State barrier) {
 
 inline void launch(int grid, int size, size_t dynamic_bytes, std::function<void()> body) {
     constexpr size_t STACK = 64 * 1024;
+    static thread_local std::vector<std::unique_ptr<char[]>> stacks;
+    while (stacks.size() < static_cast<size_t>(size)) stacks.emplace_back(new char[STACK]);
     Block b;
     b.grid = {grid}, b.size = {size}, b.body = std::move(body);
     b.fibers.resize(size);
-    for (Fiber& fiber : b.fibers) fiber.stack.reset(new char[STACK]);
     for (int index = 0; index < grid; index++) {
         block = &b;
         b.block = {index};
@@ -106,7 +119,8 @@ inline void launch(int grid, int size, size_t dynamic_bytes, std::function<void(
         for (int i = 0; i < size; i++) {
             Fiber& fiber = b.fibers[i];
             getcontext(&fiber.context);
-            fiber.context.uc_stack = {fiber.stack.get(), 0, STACK};
+            fiber.context.uc_stack = {stacks[i].get(), 0, STACK};
+            fiber.started = false;
             fiber.context.uc_link = nullptr;
             makecontext(&fiber.context, reinterpret_cast<void (*)()>(enter), 0);
             fiber.state = READY;
@@ -115,9 +129,7 @@ inline void launch(int grid, int size, size_t dynamic_bytes, std::function<void(
         for (bool alive = true; alive;) {
             alive = false;
             for (Fiber& fiber : b.fibers) {
-                if (fiber.state != READY) continue;
-                b.running = &fiber;
-                swapcontext(&b.scheduler, &fiber.context);
+                if (fiber.state == READY) resume(b, fiber);
             }
             for (size_t first = 0; first < b.fibers.size(); first += 32)
                 open(b, first, min(first + 32, b.fibers.size()), AT_WARP_BARRIER);
