@@ -64,6 +64,21 @@ class LocalExperts:
             layout = self._layouts[dtype] = find_layout(self.form, slots)
         return layout
 
+    def are_aligned(self, dtype: torch.dtype) -> bool:
+        """Whether every matrix, or its copy where ``dtype`` differs from the parameters', begins at 16 bytes."""
+        parameters = self.parameters()
+        layout = self.weight_layout(parameters, dtype)
+        if parameters[0].dtype != dtype:
+            return True
+        slots = dict(zip(self.form.slots, split_slots(self.form, parameters)))
+        names = self.form.projections
+        runs_of = dict(zip(names, (*(layout.inputs * 2)[: len(names) - 1], layout.down)))
+        return all(
+            slots[name, "weight"][run.first].data_ptr() % 16 == 0 and run.step * dtype.itemsize % 16 == 0
+            for name, runs in runs_of.items()
+            for run in runs
+        )
+
     def are_current(self, experts: nn.ModuleList) -> bool:
         """Whether no module got a hook, another child, another mode, or any other attribute since."""
         try:

@@ -44,6 +44,8 @@ def refusal(experts: LocalExperts, dtype: torch.dtype, num_experts: int, top_k: 
     hidden_size, width = experts.down_shape()
     if hidden_size % 8 or width % 8:
         return f"its sizes {hidden_size} and {width} are not multiples of 8"
+    if not experts.are_aligned(dtype):
+        return "its weights do not begin at multiples of 16 bytes"
     if top_k > MAX_TOP_K:
         return f"a token goes to {top_k} experts, more than {MAX_TOP_K}"
     if num_experts > op.MAX_EXPERTS:

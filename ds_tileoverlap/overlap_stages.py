@@ -68,6 +68,8 @@ def project_arriving(
         For each operand [R, its width], and the rows from other ranks [.., K], grouped by rank (none if not wanted).
     """
     channel = run.pool.tokens
+    # Couriers and the GEMM read 16 bytes at a time; a view may begin anywhere.
+    tokens = tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
     row_bytes = tokens.shape[1] * tokens.element_size()
     arriving = plan.remote_sends.sum(0)
     channel.reserve(int(arriving.max()) * row_bytes, 2 * int(arriving.max()) * row_bytes)

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import Gated, T, assert_close, backward_of, fill, mlp, ours, stock, tokens
+from models import Gated, T, assert_close, backward_of, fill, mlp, ours, stock, tanh_mlp, tokens
 from test_gpu import ERRORS, relative_errors
 
-from ds_tileoverlap import buffer, layout, overlap_group, route, schedule, symmetric_layout
+from ds_tileoverlap import buffer, layout, overlap, overlap_group, route, schedule, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig
 from ds_tileoverlap.exchange import peers_of
+from ds_tileoverlap.local_experts import LocalExperts
 from ds_tileoverlap.op_builder.tileoverlap import TileOverlapBuilder
 
 
@@ -42,6 +43,31 @@ def test_c27_one_rank_that_cannot_decides_for_all(two_ranks, reasons):
     rank = 0 if reasons[0] else 1
     assert said == [f"sequential instead of overlap, as no peer access (rank {rank})"]
     assert other == []
+
+
+def test_refusals_name_the_reason():
+    op = SimpleNamespace(MAX_EXPERTS=16)
+
+    def reason(expert, dtype=torch.bfloat16, num_experts=8, top_k=2, shift=0):
+        layer = stock(expert, hidden=expert_hidden(expert)).to(dtype)
+        for parameter in layer.deepspeed_moe.experts.parameters():
+            padded = torch.zeros(parameter.numel() + shift, dtype=dtype)
+            parameter.data = padded[shift:].view_as(parameter)
+        experts = LocalExperts(layer.deepspeed_moe.experts.deepspeed_experts)
+        return overlap.refusal(experts, dtype, num_experts, top_k, op)
+
+    assert reason(Gated()) is None
+    assert "only runs as it is" in reason(tanh_mlp())
+    assert "torch.float32, not in bfloat16 or float16" in reason(Gated(), torch.float32)
+    assert "down projection has a bias" in reason(mlp())
+    assert "sizes 64 and 30 are not multiples of 8" in reason(Gated(64, 30))
+    assert "do not begin at multiples of 16 bytes" in reason(Gated(), shift=1)
+    assert "goes to 33 experts, more than 32" in reason(Gated(), top_k=33)
+    assert "has 17 experts, more than 16" in reason(Gated(), num_experts=17)
+
+
+def expert_hidden(expert):
+    return next(expert.parameters()).shape[1]
 
 
 def test_falls_back_on_cpu(two_ranks):

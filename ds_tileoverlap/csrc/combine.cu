@@ -129,7 +129,9 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_slots(const __grid_constant__
         in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.limit_ns);
         if (!in_time) report(args.failure, ROWS_ARRIVED, peer, 0, target, read_peer_signal(arrived));
     }
-    // Sums without all their rows become NaN: nobody trains on them before the host raises.
+    // Sums without all their rows, or after any other wait was given up, become NaN: nobody trains on them before the
+    // host raises.
+    if (threadIdx.x == 0) in_time &= !has_failed(args.failure);
     float start = __syncthreads_and(in_time) ? 0.0f : __int_as_float(0x7fc00000);
     int vectors = args.width / 8;
     size_t generation = *args.epoch % GENERATIONS * args.generation_bytes;

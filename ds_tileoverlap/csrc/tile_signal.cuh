@@ -69,6 +69,10 @@ __device__ __forceinline__ bool wait_until(Condition holds, uint64_t limit_ns, u
     return true;
 }
 
+__device__ __forceinline__ bool has_failed(const TileOverlapFailure* failure) {
+    return *static_cast<const volatile int32_t*>(&failure->kind) != 0;
+}
+
 __device__ inline void report(TileOverlapFailure* failure, TileOverlapWait kind, int peer, int place, uint32_t expected,
                               uint32_t seen) {
     if (atomicCAS_system(&failure->kind, 0, static_cast<int>(kind)) != 0) return;
