@@ -1,0 +1,612 @@
+"""The overlapped return while its timing is attacked: virtual ranks on one GPU, then two GPUs; compared bit for bit.
+
+That an attack would show a missing guard is proven by operators built without one: they give wrong sums, silently.
+"""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+import virtual_ranks
+from models import mlp, ours, stock
+from virtual_ranks import GUARDS, HOME, STAGES, TOKENS, Late, ManyStreams, Use, play
+
+from ds_tileoverlap import buffer, dispatch, exchange, layout, overlap_group, schedule, symmetric_layout
+from ds_tileoverlap.config import TileOverlapConfig
+from ds_tileoverlap.overlap_stages import Operand, Run, return_tiles, return_while_computed
+from ds_tileoverlap.route import Routes
+from ds_tileoverlap.schedule import Returns
+from ds_tileoverlap.weight_maps import WeightMaps
+
+# Returns(sums, aligns_owners, bands_per_segment, num_panels)
+PACKED, ALIGNED, MERGED = Returns(False, False, 1, 1), Returns(False, True, 2, 1), Returns(False, False, 5, 1)
+SUMS, PANELS, ALIGNED_SUMS = Returns(True, False, 1, 1), Returns(True, False, 1, 2), Returns(True, True, 1, 4)
+ALL_RETURNS = [PACKED, ALIGNED, MERGED, SUMS, PANELS, ALIGNED_SUMS]
+LATE_MS = 100.0
+LIMIT_MS = 200.0
+
+
+@pytest.fixture(scope="module")
+def process(op):
+    """A process for virtual ranks; ``op`` comes first, so that the operator is built outside its limits of time."""
+    process = ManyStreams()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def broken(op, tmp_path_factory):
+    """For each guard a process whose operator lacks it; all of them are built at once."""
+    processes = {guard: ManyStreams() for guard in GUARDS}
+    folders = [str(tmp_path_factory.mktemp("without")) for _ in GUARDS]
+
+    def build(guard, folder):
+        processes[guard](virtual_ranks.build_without, guard, folder, limit_s=500.0)
+
+    try:
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(build, GUARDS, folders))
+        yield processes
+    finally:
+        for process in processes.values():
+            process.close()
+
+
+def some_uses(seed, ranks, count, **options):
+    """Uses with other tokens and routes each; some ranks have few tokens or none."""
+    generator = random.Random(seed)
+    lengths = [tuple(generator.choice([0, 1, 37, 128, 300, 513]) for _ in range(ranks)) for _ in range(count)]
+    options = {"num_experts": 4 * ranks, "top_k": min(4, 2 * ranks), **options}
+    return [Use(length, seed=1 + 100 * seed + i, **options) for i, length in enumerate(lengths)]
+
+
+def assert_right(outcome):
+    assert all(failure[0] == 0 for failure in outcome.failures), outcome
+    assert not outcome.wrong and not outcome.left and not outcome.uneven, outcome
+
+
+# --- the helper itself, on the host -----------------------------------------------------------------------------------
+
+
+def plain_return(use):
+    """Every rank's sums and the tokens that arrive there, moved by the schedule's tables alone."""
+    cpu, ranks = torch.device("cpu"), range(use.num_ranks)
+    routes = virtual_ranks.routes_of(use)
+    placed = virtual_ranks.place(routes, use.num_experts)
+    tokens = [virtual_ranks.tokens_of(use, rank, cpu).double() for rank in ranks]
+    weights, local = virtual_ranks.weights_of(use, cpu).double(), use.num_experts // use.num_ranks
+    tables = [virtual_ranks.tables_of(use, placed, rank, cpu, use.returns)[0] for rank in ranks]
+    counts = [virtual_ranks.received_rows(use, placed, of_tokens).sum(1) for of_tokens in (False, True)]
+    received = [torch.full((count, use.width), float("nan")).double() for count in counts[0]]
+    arrived = [torch.full((count, use.inner), float("nan")).double() for count in counts[1]]
+    outputs = []
+    for rank in ranks:
+        rows = placed.rows_of(rank, tokens).split(placed.routes[:, rank].sum(0).tolist())
+        outputs.append(torch.cat([part @ w.t() for part, w in zip(rows, weights[rank * local :])]))
+        for row, num_rows, peer, peer_row, *_ in [] if use.returns.sums else tables[rank].segments[:-1].tolist():
+            received[peer][peer_row : peer_row + num_rows] = outputs[rank][row : row + num_rows]
+        for line, lines, peer, peer_row in tables[rank].sum_runs.tolist() if use.returns.sums else []:
+            for i, named in enumerate(placed.choice_rows[rank][line : line + lines]):
+                received[peer][peer_row + i] = outputs[rank][named[named >= 0].long()].sum(0)
+        for line, lines, peer, peer_row in tables[rank].send_runs.tolist():
+            sent = placed.sent_tokens[rank][line : line + lines].long()
+            arrived[peer][peer_row : peer_row + lines] = tokens[rank][sent]
+    sums = []
+    for rank in ranks:
+        lines = torch.cat([received[rank], outputs[rank], torch.zeros(1, use.width)])
+        slots = virtual_ranks.slots_of(use, placed, routes, rank).long()
+        at = torch.where(slots >= 0, slots, len(received[rank]) - 2 - slots)
+        sums.append(lines[at.masked_fill(slots == -1, len(lines) - 1)].sum(1))
+    return sums, arrived, [placed.received_of(rank, tokens) for rank in ranks]
+
+
+@pytest.mark.parametrize("returns", [PACKED, ALIGNED, PANELS], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_tables_move_every_row_to_where_it_is_summed(ranks, returns):
+    use = Use((40, 7, 0, 33)[:ranks], returns, num_experts=8, top_k=2 if ranks == 4 else 3, inner=24, width=16)
+    use = replace(use, at_home=(1,) if ranks > 1 else ())
+    routes, cpu = virtual_ranks.routes_of(use), torch.device("cpu")
+    local = use.num_experts // ranks
+    assert all(((r == -1) | (r // local == rank)).all() for rank, r in enumerate(routes) if rank in use.at_home)
+    for rank, (sums, arrived, received) in enumerate(zip(*plain_return(use))):
+        x, weights = virtual_ranks.tokens_of(use, rank, cpu), virtual_ranks.weights_of(use, cpu)
+        assert torch.equal(sums.to(use.dtype), virtual_ranks.expected_sums(x, routes[rank], weights))
+        # This rank's own tokens are in place.
+        assert torch.equal(arrived, torch.cat([x[:0].double(), *received[:rank], *received[rank + 1 :]]))
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_every_guard_is_found_in_the_sources(tmp_path, guard):
+    intact = {source.name: source.read_text() for source in virtual_ranks.builders._csrc().iterdir()}
+    virtual_ranks.sources_without(guard, str(tmp_path))
+    changed = {name for name, text in intact.items() if (tmp_path / "csrc" / name).read_text() != text}
+    assert changed == {name for name, *_ in GUARDS[guard]}
+
+
+# --- virtual ranks on one GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu(1)
+def test_streams_do_not_hold_up_each_other(process):
+    """What all tests below rest on: where this fails, ranks wait for each other in ways that two GPUs would not."""
+    assert process(virtual_ranks.streams_that_hold_up_others, LATE_MS) == []
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("comm_sms", [0, 4])
+@pytest.mark.parametrize("returns", ALL_RETURNS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_routing_changes_from_use_to_use(process, ranks, returns, comm_sms):
+    uses = some_uses(ranks, ranks, 6, returns=returns, comm_sms=comm_sms, width=1288)
+    assert_right(process(play, uses, -3 if comm_sms else 0))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_tokens_go_out(process, ranks, dtype):
+    uses = [replace(use, inner=(200, 8, 1032)[i % 3]) for i, use in enumerate(some_uses(20 + ranks, ranks, 6))]
+    assert_right(process(play, [replace(use, stages=TOKENS, dtype=dtype) for use in uses], -3))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("start", [0, -3])
+def test_everything_changes_from_use_to_use(process, ranks, start):
+    """As layers of all kinds that share the buffers; with -3 every counter wraps on the way."""
+    widths, inners, halves = (8, 264, 2056, 520, 1032), (8, 72, 512), (torch.bfloat16, torch.float16)
+    uses = [
+        replace(
+            use,
+            stages=(STAGES, HOME, STAGES, TOKENS)[i % 4],
+            returns=ALL_RETURNS[i % len(ALL_RETURNS)],
+            comm_sms=(0, 2, 4)[i % 3] if i % 2 else 0,
+            width=widths[i % len(widths)],
+            inner=inners[i % len(inners)],
+            dtype=halves[i % len(halves)],
+            num_experts=ranks * (1, 3, 8)[i % 3],
+            top_k=(1, 2, min(8, ranks * 3))[(i + 1) % 3] if i % 3 else 1,
+            skew=(0.0, 0.5, 2.0)[i % 3],
+        )
+        for i, use in enumerate(some_uses(7, ranks, 13))
+    ]
+    assert_right(process(play, uses, start))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("returns", [PACKED, SUMS], ids=str)
+def test_a_token_of_32_choices(process, returns):
+    uses = some_uses(3, 2, 2, returns=returns, num_experts=64, top_k=32, width=264)
+    assert_right(process(play, [*uses, Use((65, 200), returns, num_experts=64, top_k=32, width=264, seed=9)]))
+
+
+MODES = [(HOME, PACKED, 0), (HOME, ALIGNED, 4), (STAGES, PANELS, 0), (HOME, SUMS, 4), (TOKENS, SUMS, 0)]
+FIRST = (TOKENS[0], HOME[0])
+# (use, rank, stage, last rank) -> milliseconds.
+ATTACKS = {
+    "late GEMM": lambda use, rank, stage, last: 5.0 if rank == last and stage in ("send", "gemm") else 0.0,
+    "late couriers": lambda use, rank, stage, last: 5.0 if (rank, stage) == (0, "couriers") else 0.0,
+    "late reader": lambda use, rank, stage, last: 5.0 if rank == last and stage in ("keep", "sum") else 0.0,
+    "very late rank": lambda use, rank, stage, last: 200.0 if (use, rank) == (2, last) and stage in FIRST else 0.0,
+    "all late": lambda use, rank, stage, last: random.Random(f"{use} {rank} {stage}").choice([0.0, 0.02, 0.3, 4.0]),
+}
+# Couriers that are warps of the GEMM cannot be later than it.
+ATTACKED_MODES = [(a, *mode) for a in ATTACKS for mode in MODES if mode[2] or a != "late couriers"]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("traffic", ["all ways", "one way"])
+@pytest.mark.parametrize("attack,stages,returns,comm_sms", ATTACKED_MODES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whatever_is_late(process, ranks, attack, stages, returns, comm_sms, traffic):
+    at_home = (0,) if traffic == "one way" else ()
+    options = dict(stages=stages, returns=returns, comm_sms=comm_sms, at_home=at_home)
+    uses = [replace(use, lengths=(300,) * ranks) for use in some_uses(11, ranks, 6, **options)]
+    places = [(u, rank, stage) for u in range(len(uses)) for rank in range(ranks) for stage in STAGES]
+    late = {(u, r, s): ms for u, r, s in places if (ms := ATTACKS[attack](u, r, s, ranks - 1))}
+    assert_right(process(play, uses, 0, late))
+
+
+def attack_on(guard, stages, returns):
+    """Uses and delays under which nothing but the guard keeps a result right, and the result that is wrong without."""
+    uses = [Use((300, 260), returns, stages, seed=20 + i) for i in range(4)]
+    if guard == "couriers wait for consumed":
+        # Only one of the two sends anything: it does not wait for the other before it writes to a half once more.
+        uses = [replace(use, at_home=(0,)) for use in uses]
+        reader, stage, result = (0, "send", "hidden") if stages == TOKENS else (1, "sum", "sums")
+        return uses, {(0, reader, stage): 2 * LATE_MS}, (0, reader, result)
+    if guard == "gathered rows are waited for":
+        return uses, {(0, 1, "send"): LATE_MS}, (0, 0, "hidden")
+    if guard == "the sum waits for arrived":
+        return uses, {(0, 1, "gemm"): LATE_MS}, (0, 0, "sums")
+    late = 1 if guard == "signals are stamped with the epoch" else 0
+    return [replace(use, comm_sms=4) for use in uses], {(late, 0, "gemm"): LATE_MS}, (late, 1, "sums")
+
+
+# Sums do not read ready signals, as tiles are counted for them; tokens that go out wait for no tile.
+ATTACKED = [
+    ("couriers wait for ready signals", HOME, PACKED),
+    ("couriers wait for ready signals", HOME, SUMS),
+    ("couriers wait for consumed", HOME, PACKED),
+    ("couriers wait for consumed", HOME, SUMS),
+    ("couriers wait for consumed", TOKENS, SUMS),
+    ("the sum waits for arrived", HOME, PACKED),
+    ("the sum waits for arrived", HOME, SUMS),
+    ("signals are stamped with the epoch", HOME, PACKED),
+    ("gathered rows are waited for", TOKENS, SUMS),
+]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("guard,stages,returns", ATTACKED, ids=str)
+def test_every_guard_is_needed(process, broken, guard, stages, returns):
+    uses, late, hit = attack_on(guard, stages, returns)
+    assert_right(process(play, uses, 0, late))
+    outcome = broken[guard](play, uses, 0, late)
+    assert all(failure[0] == 0 for failure in outcome.failures), outcome
+    assert hit in outcome.wrong, f"the attack does no harm without the guard: {outcome}"
+
+
+def test_every_guard_is_attacked():
+    assert {guard for guard, *_ in ATTACKED} == set(GUARDS)
+
+
+# --- a peer that never comes ------------------------------------------------------------------------------------------
+
+TILE_READY, PEER_CONSUMED, ROWS_ARRIVED = 1, 2, 3
+
+
+def assert_in_time(elapsed_ms):
+    """One limit and what the kernels take; not one limit after the other."""
+    assert 0.9 * LIMIT_MS <= elapsed_ms <= 2.0 * LIMIT_MS, elapsed_ms
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("returns,comm_sms", [(PACKED, 0), (SUMS, 4)], ids=str)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_rank_that_never_comes(process, ranks, returns, comm_sms):
+    use = Use((100,) * ranks, returns, comm_sms=comm_sms, num_experts=2 * ranks, skew=0.0)
+    last = ranks - 1
+    outcome = process(play, [use], 0, None, {(0, last, stage) for stage in STAGES}, LIMIT_MS)
+    due = virtual_ranks.received_rows(use, virtual_ranks.place(virtual_ranks.routes_of(use), use.num_experts))
+    for rank in range(last):
+        target = int(due[rank, last]) * use.row_bytes // 16
+        assert target and outcome.failures[rank] == (ROWS_ARRIVED, last, 0, target, 0), outcome
+        assert (0, rank) in outcome.nan, "nobody may train on sums without all their rows"
+        assert_in_time(outcome.elapsed_ms[rank])
+    assert outcome.failures[last][0] == 0 and not outcome.left, outcome
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("returns,comm_sms", [(PACKED, 0), (SUMS, 4)], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_peers_that_never_read(process, ranks, returns, comm_sms):
+    """Rank 0 gets nothing from the others and comes to the third use; until then both halves were free."""
+    options = dict(returns=returns, comm_sms=comm_sms, num_experts=4 * ranks, width=2056, at_home=(0,))
+    uses = [Use((600,) * ranks, seed=40 + i, **options) for i in range(3)]
+    absent = {(u, rank, stage) for u in range(3) for rank in range(1, ranks) for stage in STAGES}
+    outcome = process(play, uses, 0, None, absent, LIMIT_MS)
+    kind, peer, _, expected, seen = outcome.failures[0]
+    assert kind == PEER_CONSUMED and 1 <= peer < ranks and (expected, seen) == (1, 0), outcome
+    # What it could do without the others is right.
+    assert not any((u, 0, "sums") in outcome.wrong for u in range(3)) and not outcome.left, outcome
+    assert_in_time(outcome.elapsed_ms[0])
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("returns", [PACKED, ALIGNED, SUMS, PANELS], ids=str)
+def test_a_gemm_that_never_comes(process, returns):
+    use = Use((300, 300), returns, comm_sms=4)
+    outcome = process(play, [use], 0, None, {(0, 0, "gemm")}, LIMIT_MS)
+    assert outcome.failures[0][:2] == (TILE_READY, 0), outcome
+    assert outcome.failures[1][:2] == (ROWS_ARRIVED, 0), outcome
+    assert {(0, 0, "sums"), (0, 1, "sums")} <= set(outcome.wrong) and (0, 1) in outcome.nan, outcome
+    assert not outcome.left, outcome
+    for elapsed_ms in outcome.elapsed_ms:
+        assert_in_time(elapsed_ms)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_tokens_that_never_come(process, ranks):
+    use = Use((100,) * ranks, stages=TOKENS, num_experts=2 * ranks, skew=0.0)
+    last = ranks - 1
+    outcome = process(play, [use], 0, None, {(0, last, stage) for stage in STAGES}, LIMIT_MS)
+    for rank in range(last):
+        kind, peer, _, expected, seen = outcome.failures[rank]
+        assert (kind, peer) == (ROWS_ARRIVED, last) and expected > 0 and seen == 0, outcome
+        assert_in_time(outcome.elapsed_ms[rank])
+    assert outcome.failures[last][0] == 0 and not outcome.left, outcome
+
+
+# --- two GPUs ---------------------------------------------------------------------------------------------------------
+
+
+class OwnGroup:
+    """``with`` a group of all ranks that has its own symmetric memory, freed at the end: other tests keep theirs."""
+
+    def __enter__(self):
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        members = list(range(torch.distributed.get_world_size()))
+        self._group = torch.distributed.new_group(members, timeout=timedelta(seconds=60))
+        self.peers = exchange.peers_of(self._group, self.device, None, "test")
+        self.group = overlap_group.group_of(self.peers, self.device)
+        assert self.group.op is not None, self.group.reason
+        self._maps = WeightMaps()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        # After an error the ranks are not together any more, and their processes end anyway.
+        if error is None:
+            self.check()
+            overlap_group._GROUPS.pop(self._group)
+            buffer._POOLS.pop(self._group).close()
+
+    def check(self):
+        torch.cuda.synchronize()
+        overlap_group.check_failure(self.group.pool, self.peers)
+
+    def plan(self, experts, num_experts):
+        weights = torch.ones(experts.shape, device=self.device)
+        return layout.layout(Routes(experts, weights, None, None), num_experts, self.peers, can_overlap=True)
+
+    def reserve(self, plans, row_bytes):
+        """Makes room for the largest, so that no use has to wait until all ranks grow together."""
+        rows = [symmetric_layout.rows_to_receive(plan) for plan in plans]
+        self.group.pool.returns.reserve(*(max(n * b for n, b in zip(r, row_bytes)) for r in zip(*rows)))
+
+    def run(self, plan, experts, rows, weights, comm_sms, op=None):
+        """[T, N], rows [R, K] times this rank's weights [E_local, N, K], brought home as ``plan.returns`` says."""
+        group = replace(self.group, op=op or self.group.op)
+        run = Run(group, TileOverlapConfig(enabled=True, comm_sms=comm_sms), self._maps)
+        operand = Operand("test", [(0, len(weights), weights)], transposed=False)
+        tiles = return_tiles(operand.width, rows.dtype, plan, run)
+        plan = replace(plan, slots=schedule.schedule_slots(group.op, plan, tiles, experts, plan.returns.sums))
+        return return_while_computed([(rows, operand)], tiles, plan, run, lambda stage: nullcontext())
+
+
+def _late_on_two_gpus(seed):
+    with OwnGroup() as own, torch.cuda.stream(torch.cuda.Stream()):
+        rank, size, device = own.peers.rank, own.peers.size, own.device
+        generator = random.Random(10 * seed + rank)
+        uses = [
+            replace(use, returns=ALL_RETURNS[i % 6], comm_sms=(0, 2, 8)[i % 3], width=(520, 1288)[i % 2])
+            for i, use in enumerate(some_uses(seed, size, 24))
+        ]
+        ready = []
+        for use in uses:
+            experts = virtual_ranks.routes_of(use)[rank].to(device)
+            x, weights = virtual_ranks.tokens_of(use, rank, device), virtual_ranks.weights_of(use, device)
+            plan = replace(own.plan(experts, use.num_experts), returns=use.returns)
+            rows, local = dispatch.send_tokens(x, plan, "dispatch"), use.num_experts // size
+            mine = weights[rank * local : (rank + 1) * local].clone()
+            ready.append((plan, experts, rows, mine, virtual_ranks.expected_sums(x, experts, weights)))
+        own.reserve([plan for plan, *_ in ready], [use.row_bytes for use in uses])
+        torch.cuda.synchronize()
+        got = []
+        for use, (plan, experts, rows, mine, _) in zip(uses, ready):
+            names = ("begin_return", "expert_gemm", "run_couriers", "sum_slots")
+            delays = {name: generator.choice([0.0, 0.05, 3.0]) for name in names}
+            late = Late(own.group.op, own.group.pool.stream, delays)
+            got.append(own.run(plan, experts, rows, mine, use.comm_sms, late))
+        own.check()
+        wrong = [use for use, sums, (*_, expected) in zip(uses, got, ready) if not torch.equal(sums, expected)]
+        assert not wrong, wrong
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_whatever_is_late_on_two_gpus(two_gpus, seed):
+    two_gpus(_late_on_two_gpus, seed)
+
+
+# The shapes of the paper (arXiv 2607.19539); half of all rows to one rank is its hardest router.
+PAPER_K, PAPER_TOP_K = 2048, 2
+PAPER_TOKENS, PAPER_N, PAPER_EXPERTS = (8192, 16384), (4096, 8192), (4, 8, 16, 32, 64)
+PAPER_COMM_SMS, PAPER_BANDS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24), (1, 2)
+ROUTERS = ("balanced", "moderate skew", "stress skew")
+LIMIT = 8e-3
+
+
+def router_of(router, num_tokens, num_experts, generator, device):
+    """[T, 2] distinct experts; under stress every first choice, which is half of all rows, is one of rank 0's."""
+    noise = -torch.log(-torch.log(torch.rand(num_tokens, num_experts, generator=generator, device=device)))
+    if router == "moderate skew":
+        noise -= torch.log(1.0 + torch.arange(num_experts, device=device)) / 2
+    chosen = noise.topk(PAPER_TOP_K, 1).indices
+    if router == "stress skew":
+        first = noise[:, : num_experts // 2].argmax(1, keepdim=True)
+        second = noise.scatter(1, first, float("-inf")).argmax(1, keepdim=True)
+        chosen = torch.cat([first, second], 1)
+    return chosen.int()
+
+
+def reference_of(x, experts, weights):
+    """[T, N] float32: each row by torch's grouped GEMM where its token is, without any exchange, summed in float32."""
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    ends = torch.bincount(flat, minlength=len(weights)).cumsum(0, dtype=torch.int32)
+    rows = F.grouped_mm(x[order // PAPER_TOP_K], weights.transpose(1, 2), offs=ends)
+    by_choice = torch.empty_like(rows)
+    by_choice[order] = rows
+    return by_choice.view(len(x), PAPER_TOP_K, -1).sum(1, dtype=torch.float32)
+
+
+def _paper_grid():
+    errors, cases, differing = [], [], []
+    with OwnGroup() as own:
+        rank, device = own.peers.rank, own.device
+        for width in PAPER_N:
+            for local in PAPER_EXPERTS:
+                num_experts = 2 * local
+                generator = torch.Generator(device).manual_seed(1000 * width + local)
+                weights = torch.empty(num_experts, width, PAPER_K, dtype=torch.bfloat16, device=device)
+                weights.normal_(std=0.02, generator=generator)
+                mine = weights[rank * local : (rank + 1) * local]
+                for num_tokens in PAPER_TOKENS:
+                    for router in ROUTERS:
+                        generator.manual_seed(10 * num_tokens + rank)
+                        x = torch.empty(num_tokens, PAPER_K, dtype=torch.bfloat16, device=device)
+                        x.normal_(generator=generator)
+                        experts = router_of(router, num_tokens, num_experts, generator, device)
+                        case = (num_tokens, width, local, router)
+                        found = _paper_problem(own, x, experts, weights, mine)
+                        for options, error, differs in found:
+                            cases.append((*case, *options))
+                            errors.append(error)
+                            differing.append(differs)
+                del weights, mine
+        errors, differing = torch.stack(errors).tolist(), torch.stack(differing).tolist()
+    wrong = [case for case, error in zip(cases, errors) if not error <= LIMIT]
+    assert not wrong, f"{len(wrong)} of {len(cases)}, the first: {wrong[:5]}"
+    unequal = [case for case, differs in zip(cases, differing) if differs]
+    assert not unequal, f"not bit for bit as with other options: {len(unequal)}, the first: {unequal[:5]}"
+    return len(cases), max(errors), cases[errors.index(max(errors))]
+
+
+def _paper_problem(own, x, experts, weights, mine):
+    """Every way in which one problem's rows can come home: (options, largest error of a token, whether bits differ)."""
+    plan = own.plan(experts, len(weights))
+    rows = dispatch.send_tokens(x, plan, "dispatch")
+    reference = reference_of(x, experts, weights)
+    size = torch.linalg.vector_norm(reference, dim=1)
+    ways = [(Returns(False, a, b, 1), c) for a in (True, False) for b in PAPER_BANDS for c in (0, *PAPER_COMM_SMS)]
+    ways += [(Returns(True, False, 1, panels), c) for panels in (1, 4) for c in (0, 8)]
+    plans = [replace(plan, returns=returns) for returns, _ in ways]
+    own.reserve(plans, [2 * weights.shape[1]] * len(plans))
+    found, first = [], {}
+    for plan, (returns, comm_sms) in zip(plans, ways):
+        sums = own.run(plan, experts, rows, mine, comm_sms)
+        error = (torch.linalg.vector_norm(sums.float() - reference, dim=1) / size).max()
+        # Rows come back as they are, so all ways add up the same numbers; so do all ways with sums.
+        differs = (sums != first.setdefault(returns.sums, sums)).any()
+        found.append(((returns, comm_sms), error, differs))
+    own.check()
+    return found
+
+
+@pytest.mark.gpu(2)
+def test_correctness_grid_of_the_paper(two_gpus, capsys):
+    results = two_gpus(_paper_grid, limit_s=290.0)
+    with capsys.disabled():
+        for rank, (count, worst, case) in enumerate(results):
+            print(f"\nrank {rank}: {count} checks, worst relative error of a token {worst:.2e} at {case}")
+    assert all(count >= 1200 and 0 < worst <= LIMIT for count, worst, _ in results)
+
+
+NUM_LAYERS, ITERATIONS, HIDDEN, INNER, EXPERTS = 8, 300, 64, 128, 8
+LAYER_OPTIONS = [
+    {"combine": "rows"},
+    {"combine": "sums"},
+    {"combine": "rows", "comm_sms": 4, "bands_per_segment": 1},
+    {"combine": "sums", "comm_sms": 2},
+    {"combine": "rows", "owner_alignment": "tile"},
+]
+# Tokens of each rank in iterations 0, 1, 2, 3, ... in turn: three kinds and two halves of the buffer do not keep step.
+LENGTHS = [(300, 257), (64, 700), (513, 1)]
+
+
+def weights_of_layer(index):
+    """The up and down projections of all experts, [E, I, H] and [E, H, I], of -1, 0 and 1; exact in bf16 throughout."""
+    generator = torch.Generator().manual_seed(index)
+
+    def some(rows, columns, terms):
+        places = torch.randint(0, columns, (EXPERTS, rows, terms), generator=generator)
+        signs = torch.randint(0, 2, (EXPERTS, rows, columns), generator=generator).double() * 2 - 1
+        return torch.zeros(EXPERTS, rows, columns).double().scatter_(2, places, 1.0) * signs
+
+    # An output is at most 4 * 8 / 2, a sum of two at most 32, in steps of a half.
+    return some(INNER, HIDDEN, 4), some(HIDDEN, INNER, 8)
+
+
+def inputs_of_layer(index, kind, rank):
+    """The experts [T, 2] of each token, and a code of them [T, E] that the gate reads: two ones."""
+    generator = torch.Generator().manual_seed(1000 + 100 * index + 10 * kind + rank)
+    chosen = torch.rand(LENGTHS[kind][rank], EXPERTS, generator=generator).topk(2, 1).indices
+    return chosen, torch.zeros(len(chosen), EXPERTS).scatter_(1, chosen, 1.0).double()
+
+
+def expected_of_layer(x, chosen, up, down):
+    """[T, H] in float64: half of each chosen expert's output, as both have the same logit."""
+    sums = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        tokens = (chosen == expert).any(1)
+        sums[tokens] += (x[tokens] @ up[expert].t()).relu() @ down[expert].t() / 2
+    return sums
+
+
+def next_input(y, code):
+    """The sign of the last layer's output, so that an error anywhere shows in all that follows, beside the new code."""
+    x = y.sign()
+    x[:, :EXPERTS] = code
+    return x
+
+
+def layer_of(index, rank, device):
+    layer = stock(mlp(HIDDEN, INNER, bias=False, act=torch.nn.ReLU), EXPERTS, 2, hidden=HIDDEN)
+    up, down = weights_of_layer(index)
+    local = EXPERTS // 2
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight.zero_()[:, :EXPERTS] = 8.0 * torch.eye(EXPERTS)
+        for i, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+            expert[0].weight.copy_(up[rank * local + i])
+            expert[2].weight.copy_(down[rank * local + i])
+    options = LAYER_OPTIONS[index % len(LAYER_OPTIONS)]
+    layer = ours(layer.to(device, torch.bfloat16), "overlap", **options)
+    layer.set_deepspeed_parallelism()
+    return layer
+
+
+def test_the_layers_of_the_long_run_are_exact():
+    """The numbers that the long run below expects are bf16 numbers, and every layer changes its input."""
+    for kind in range(len(LENGTHS)):
+        y = torch.randint(-1, 2, (LENGTHS[kind][0], HIDDEN), generator=torch.Generator().manual_seed(kind)).double()
+        for index in range(NUM_LAYERS):
+            chosen, code = inputs_of_layer(index, kind, 0)
+            y = expected_of_layer(next_input(y, code), chosen, *weights_of_layer(index))
+            assert torch.equal(y.bfloat16().double(), y) and y.abs().max() > 2 and (y != 0).double().mean() > 0.5
+
+
+@torch.no_grad()
+def _long_run():
+    rank, device = torch.distributed.get_rank(), torch.device("cuda", torch.cuda.current_device())
+    layers = [layer_of(index, rank, device) for index in range(NUM_LAYERS)]
+    starts, codes, expected = [], [], []
+    for kind, lengths in enumerate(LENGTHS):
+        generator = torch.Generator().manual_seed(50 + 10 * kind + rank)
+        start = y = torch.randint(-1, 2, (lengths[rank], HIDDEN), generator=generator).double()
+        starts.append(start.to(device, torch.bfloat16))
+        codes.append([])
+        expected.append([])
+        for index in range(NUM_LAYERS):
+            chosen, code = inputs_of_layer(index, kind, rank)
+            y = expected_of_layer(next_input(y, code), chosen, *weights_of_layer(index))
+            codes[-1].append(code.to(device, torch.bfloat16))
+            expected[-1].append(y.to(device, torch.bfloat16))
+    wrong = torch.zeros(ITERATIONS, NUM_LAYERS, dtype=torch.int64, device=device)
+    delays, before = random.Random(rank), None
+    for iteration in range(ITERATIONS):
+        kind = iteration % len(LENGTHS)
+        y = starts[kind]
+        for index, layer in enumerate(layers):
+            torch.cuda._sleep(int(delays.uniform(0.0, 5.0) * virtual_ranks.CYCLES_PER_MS))
+            y, _, _ = layer(next_input(y, codes[kind][index]))
+            wrong[iteration, index] = (y != expected[kind][index]).sum()
+        if before is None:
+            pool = buffer._POOLS[layers[0].deepspeed_moe.ep_group]
+            before = int(pool.returns.epoch) - NUM_LAYERS
+    torch.cuda.synchronize()
+    overlap_group.check_failure(pool, pool.peers)
+    assert int(pool.returns.epoch) - before == NUM_LAYERS * ITERATIONS, "a layer did not overlap"
+    places = wrong.nonzero().tolist()
+    assert not places, f"{len(places)} of {wrong.numel()} (iteration, layer), the first: {places[:5]}"
+
+
+@pytest.mark.gpu(2)
+def test_layers_for_a_long_time(two_gpus):
+    two_gpus(_long_run, limit_s=240.0)

@@ -1,0 +1,297 @@
+"""The expert GEMM on its own, against float64: awkward shapes, dirty memory around every operand, any number of SMs."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from virtual_ranks import DEVICE, GUARD_WORDS, UNTOUCHED, tiles_of_item, words_of_items
+
+from ds_tileoverlap import schedule
+
+pytestmark = pytest.mark.gpu(1)
+
+# Rows of an expert: around the ends of a warpgroup's, a tile's and an item's share.
+ROWS = (0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
+RANKS, RANK, OWN_TOKENS = 3, 1, 100
+# Signals are stamped with the epoch, and wrap with it.
+EPOCH, BEFORE = -1, -2
+# Rounding to the nearest of so many bits, and what tensor cores may lose of the sum of absolute products.
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+ACCUMULATION, SMALLEST = 2.0**-14, 2.0**-24
+# (K, N): no more than one vector of 8, less and more than a stage of 64 and a tile of 256, several of both.
+SHAPES = [(8, 8), (64, 256), (72, 264), (200, 520), (8, 1288), (1032, 8), (1000, 248), (136, 2056), (512, 768)]
+SHAPES += [tuple(8 * n for n in pair) for pair in np.random.default_rng(0).integers(1, 130, (6, 2)).tolist()]
+
+
+def amid_nan(rows, columns, dtype, fill=True):
+    """A matrix with NaN before and after it, 16 bytes past a round address. Returns it and all of its memory."""
+    first = 3 * columns + 8
+    bits = torch.full((first + (rows + 3) * columns,), UNTOUCHED, dtype=torch.int16, device=DEVICE)
+    memory = bits.view(dtype)
+    matrix = memory[first : first + rows * columns].view(rows, columns)
+    return (matrix.normal_() if fill else matrix), memory
+
+
+def is_untouched_around(matrix, memory):
+    bits = memory.view(torch.int16)
+    first = matrix.storage_offset()
+    return (bits[:first] == UNTOUCHED).all() and (bits[first + matrix.numel() :] == UNTOUCHED).all()
+
+
+@dataclass
+class Problem:
+    """Operands of one grouped GEMM; expert weights lie apart from each other, in no order.
+
+    Attributes:
+        routes: [RANKS, E_local], rows of each owner.
+        a: [R, K]; of gathered rows what they are together.
+        weights: of each expert [N, K], or [K, N] where transposed.
+        options: further arguments of the operator.
+    """
+
+    dtype: torch.dtype
+    k: int
+    n: int
+    transposed: bool
+    aligns_owners: bool
+    panel_tiles: int
+    routes: np.ndarray
+    a: torch.Tensor
+    weights: list[torch.Tensor]
+    options: dict = field(default_factory=dict)
+    kept: list = field(default_factory=list)
+
+    @property
+    def counts(self):
+        return self.routes.sum(0).tolist()
+
+    @property
+    def column_tiles(self):
+        return -(-self.n // schedule.TILE_N)
+
+    def maps(self, op, weights):
+        host = torch.empty(len(weights) * op.MAP_BYTES, dtype=torch.uint8)
+        rows, columns = weights[0].shape
+        op.encode_weights(
+            maps=host.data_ptr(), weights=[w.data_ptr() for w in weights], rows=rows, columns=columns,
+            is_half=self.dtype == torch.float16, b_is_transposed=self.transposed,
+        )  # fmt: skip
+        self.kept.append(host.to(DEVICE))
+        return self.kept[-1]
+
+
+def weights_in_any_order(rng, experts, n, k, dtype, transposed):
+    """Weights of about unit columns, allocated one by one in random order between blocks of other sizes."""
+    found, between = {}, []
+    for expert in rng.permutation(experts).tolist():
+        between.append(torch.empty(int(rng.integers(1, 5000)), dtype=torch.uint8, device=DEVICE))
+        weight, _ = amid_nan(*((k, n) if transposed else (n, k)), dtype)
+        found[expert] = weight.mul_(k**-0.5)
+    return [found[expert] for expert in range(experts)]
+
+
+def problem(seed, k, n, dtype, transposed, experts, aligns_owners=False, panel_tiles=0):
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    if aligns_owners:
+        routes = np.resize(rng.permutation(np.tile(ROWS, RANKS)), (RANKS, experts))
+    else:
+        totals = np.resize(rng.permutation(ROWS), experts)
+        routes = rng.multinomial(totals, np.full(RANKS, 1 / RANKS)).T
+    a, _ = amid_nan(int(routes.sum()), k, dtype)
+    weights = weights_in_any_order(rng, experts, n, k, dtype, transposed)
+    return Problem(dtype, k, n, transposed, aligns_owners, panel_tiles, routes, a, weights)
+
+
+def run(op, p, num_sms, counts_tiles=True):
+    """Runs the GEMM on dirty memory; everything but the values is checked here. Returns C [R, N]."""
+    items = schedule.plain_items(p.routes, RANK, p.n, p.aligns_owners, p.panel_tiles)
+    runs = p.routes if p.aligns_owners else p.routes.sum(0)
+    num_signals = int((-(-runs // schedule.BAND)).sum()) * p.column_tiles * 2
+    panel_tiles = p.panel_tiles or p.column_tiles
+    num_panels = -(-p.column_tiles // panel_tiles)
+
+    def words(count, value):
+        return torch.full((count + GUARD_WORDS,), value, dtype=torch.int32, device=DEVICE)
+
+    c, memory = amid_nan(len(p.a), p.n, p.dtype, fill=False)
+    signals, panel_done, claimed = words(num_signals, BEFORE), words(num_panels, BEFORE), words(1, 0)
+    epoch = torch.tensor([EPOCH], dtype=torch.int32, device=DEVICE)
+    table, num_items = words_of_items(items).to(DEVICE), torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
+    options = {"a": p.a.data_ptr(), "b_maps": p.maps(op, p.weights).data_ptr(), **p.options}
+    op.expert_gemm(
+        c=c.data_ptr(), items=table.data_ptr(), num_items=num_items.data_ptr(), claimed=claimed.data_ptr(),
+        signals=signals.data_ptr() if counts_tiles else 0, epoch=epoch.data_ptr() if counts_tiles else 0,
+        panel_done=panel_done.data_ptr() if counts_tiles else 0, panel_tiles=panel_tiles, num_rows=len(p.a), n=p.n,
+        k=p.k, is_half=p.dtype == torch.float16, b_is_transposed=p.transposed, num_sms=num_sms, courier=op.Courier(),
+        stream=torch.cuda.current_stream().cuda_stream, **options,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    assert (claimed == 0).all(), "claimed items"
+    assert is_untouched_around(c, memory), "written outside of C"
+    assert (signals[:num_signals] == (EPOCH if counts_tiles else BEFORE)).all(), "ready signals"
+    assert (signals[num_signals:] == BEFORE).all(), "written behind the signals"
+    finished = [0] * num_panels
+    for item in items if counts_tiles else []:
+        for _, column in tiles_of_item(item, p.column_tiles):
+            finished[column // panel_tiles] += item[5]
+    assert panel_done.tolist() == [BEFORE + count for count in finished] + [BEFORE] * GUARD_WORDS, "finished tiles"
+    return c
+
+
+def exact(a, weight, transposed):
+    """The product in float64, and the sum of the absolute values of its terms."""
+    a, b = a.double(), weight.double() if transposed else weight.double().t()
+    return a @ b, a.abs() @ b.abs()
+
+
+def assert_close(p, c, experts=None, second=None):
+    """Every element is the float64 product, rounded."""
+    starts = np.cumsum([0, *p.counts])
+    worst = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    for expert in range(len(p.weights)) if experts is None else experts:
+        mine = slice(int(starts[expert]), int(starts[expert + 1]))
+        product, size = exact(p.a[mine], p.weights[expert], p.transposed)
+        if second is not None:
+            other = exact(second[0][mine], second[1][expert], p.transposed)
+            product, size = product + other[0], size + other[1]
+        allowed = ROUNDING[p.dtype] * product.abs() + ACCUMULATION * size + SMALLEST
+        if mine.start < mine.stop:
+            # A NaN stays one in the largest, and is not below any limit.
+            worst = torch.maximum(worst, ((c[mine].double() - product).abs() / allowed).max())
+    assert worst <= 1.0, f"{float(worst):.2f} times the error that rounding explains"
+
+
+def all_sms():
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["n,k", "k,n"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_float64_with_any_number_of_sms(op, shape, dtype, transposed):
+    at = SHAPES.index(shape)
+    experts, panel_tiles = (12, 1, 160, 40)[at % 4], (0, 2, 4)[at % 3]
+    p = problem(at, *shape, dtype, transposed, experts, aligns_owners=at % 2 == 1, panel_tiles=panel_tiles)
+    first = run(op, p, all_sms())
+    assert_close(p, first)
+    for num_sms in (2, 10, 11, all_sms()):
+        assert torch.equal(run(op, p, num_sms), first), f"another result with {num_sms} SMs"
+    assert torch.equal(run(op, p, all_sms(), counts_tiles=False), first), "another result without signals"
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["n,k", "k,n"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_number_of_rows_alone_and_between_others(op, rows, transposed):
+    p = problem(rows, 72, 264, torch.bfloat16, transposed, 1)
+    p.routes = np.array([[0, 0, 0], [rows, 0, rows], [0, rows, 0]])
+    p.a, _ = amid_nan(3 * rows, 72, torch.bfloat16)
+    p.weights = weights_in_any_order(np.random.default_rng(1), 3, 264, 72, torch.bfloat16, transposed)
+    assert_close(p, run(op, p, 10))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["n,k", "k,n"])
+def test_nan_stays_in_its_row_and_in_its_expert(op, transposed):
+    p = problem(5, 200, 520, torch.bfloat16, transposed, 12)
+    clean = run(op, p, all_sms())
+    starts = np.cumsum([0, *p.counts]).tolist()
+    # The first and the last row of every expert that has several: tiles at its ends hold rows of its neighbours.
+    rows = [row for first, end in zip(starts, starts[1:]) if end - first > 1 for row in (first, end - 1)]
+    kept = p.a.clone()
+    p.a[rows, 199] = float("nan")
+    dirty = run(op, p, all_sms())
+    assert dirty[rows].isnan().all()
+    dirty[rows] = clean[rows]
+    assert torch.equal(dirty, clean), "NaN of one row reached another"
+
+    p.a.copy_(kept)
+    expert = p.counts.index(129)
+    p.weights[expert].fill_(float("nan"))
+    dirty = run(op, p, all_sms())
+    mine = slice(starts[expert], starts[expert + 1])
+    assert dirty[mine].isnan().all()
+    dirty[mine] = clean[mine]
+    assert torch.equal(dirty, clean), "NaN of one expert's weight reached another expert"
+
+
+def gathered(op, p, seed):
+    """The same rows as ``p.a``, scattered: some are this rank's tokens, the others have come from peers."""
+    rng = np.random.default_rng(seed)
+    # Within an expert the rows of other ranks come first; each of them may be wanted by several experts.
+    sent = [37, OWN_TOKENS - 20, 45]
+    first = np.cumsum([0, *sent])
+    sources = [
+        rng.integers(first[owner], first[owner + 1], p.routes[owner, expert])
+        for expert in range(p.routes.shape[1])
+        for owner in ((RANK + 1) % RANKS, (RANK + 2) % RANKS, RANK)
+    ]
+    sources = torch.from_numpy(np.concatenate(sources).astype(np.int32)).to(DEVICE)
+    own_tokens = torch.from_numpy(rng.permutation(OWN_TOKENS)[: sent[RANK]].astype(np.int32)).to(DEVICE)
+    tokens, _ = amid_nan(OWN_TOKENS, p.k, p.dtype)
+    # Two halves of a receive buffer; the epoch is odd, so that the second holds the rows.
+    halves = torch.full((2, sent[0] + sent[2] + 3, p.k), UNTOUCHED, dtype=torch.int16, device=DEVICE).view(p.dtype)
+    received = halves[1, : sent[0] + sent[2]].normal_()
+    rows = torch.cat([received[: sent[0]], tokens[own_tokens.long()], received[sent[0] :]])
+    p.a = rows[sources.long()]
+    arrived = torch.tensor([5, 0, -7], dtype=torch.int32, device=DEVICE)
+    epoch = torch.tensor([EPOCH], dtype=torch.int32, device=DEVICE)
+    failure = torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    gather = op.Gather(
+        sources=sources.data_ptr(), own_first=sent[0], own_end=sent[0] + sent[1], own_tokens=own_tokens.data_ptr(),
+        tokens=tokens.data_ptr(), received=halves.data_ptr(), generation_bytes=halves[0].numel() * 2,
+        arrived=arrived.data_ptr(), targets=arrived.data_ptr(), epoch=epoch.data_ptr(), num_peers=RANKS,
+        failure=failure.data_ptr(), limit_ns=10**9,
+    )  # fmt: skip
+    p.options.update(a=0, gather=gather)
+    p.kept += [sources, own_tokens, tokens, halves, arrived, epoch, failure]
+    return failure
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["n,k", "k,n"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gathered_rows_give_the_same_bits(op, shape, dtype, transposed):
+    at = SHAPES.index(shape)
+    p = problem(at, *shape, dtype, transposed, (12, 1, 40, 3)[at % 4])
+    failure = gathered(op, p, at)
+    first = run(op, p, all_sms())
+    assert not failure.any()
+    assert_close(p, first)
+    assert torch.equal(run(op, p, 2), first)
+    p.options.clear()
+    assert torch.equal(run(op, p, all_sms()), first), "another result where the rows are one matrix"
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["n,k", "k,n"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_second_pair_of_operands_is_added(op, shape, transposed):
+    at = SHAPES.index(shape)
+    dtype, k2 = (torch.bfloat16, torch.float16)[at % 2], SHAPES[(at + 4) % len(SHAPES)][0]
+    p = problem(at, *shape, dtype, transposed, 12)
+    a2, _ = amid_nan(len(p.a), k2, dtype)
+    weights2 = weights_in_any_order(np.random.default_rng(at), 12, p.n, k2, dtype, transposed)
+    p.options.update(a2=a2.data_ptr(), b2_maps=p.maps(op, weights2).data_ptr(), k2=k2)
+    first = run(op, p, all_sms())
+    assert_close(p, first, second=(a2, weights2))
+    assert torch.equal(run(op, p, 10), first)
+
+
+def test_operands_of_more_than_two_to_the_31_elements(op):
+    """A and C have more; their last rows lie beyond what 32 bits can count, in elements and in bytes."""
+    k = n = 4096
+    experts, rows = 16, 33_800
+    if torch.cuda.mem_get_info(DEVICE)[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of free GPU memory")
+    p = problem(0, k, n, torch.bfloat16, False, experts)
+    p.routes = np.zeros((RANKS, experts), dtype=np.int64)
+    p.routes[RANK], p.routes[0] = rows - 1000, 1000
+    p.a, _ = amid_nan(experts * rows, k, torch.bfloat16)
+    assert min(p.a.numel(), len(p.a) * n) > 2**31
+    c = run(op, p, all_sms())
+    assert all(part.isfinite().all() for part in c.split(2**16)), "rows that were not computed"
+    for expert in (0, experts // 2, experts - 1):
+        product = exact(p.a[expert * rows :][:rows], p.weights[expert], False)
+        allowed = ROUNDING[p.dtype] * product[0].abs() + ACCUMULATION * product[1] + SMALLEST
+        worst = ((c[expert * rows :][:rows].double() - product[0]).abs() / allowed).max()
+        assert worst <= 1.0, (expert, float(worst))

@@ -1,0 +1,748 @@
+"""Several ranks in one process on one GPU: each has its own words, buffers and streams, and all of them run at once.
+
+The kernels know nothing of ranks but addresses, so a peer may as well be a neighbour on the same GPU. All values are
+small integers: every sum is exact in 16 bits whatever its order, and results are compared bit for bit.
+
+Letters: W ranks, E experts, E_local = E / W, T tokens of a rank, k = top_k, R rows of a rank's GEMM, K and N its sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from ranks import Ranks
+from torch.utils import cpp_extension
+
+from ds_tileoverlap import overlap_group, placement, schedule
+from ds_tileoverlap.op_builder import tileoverlap as builders
+from ds_tileoverlap.schedule import Returns, Schedule
+from ds_tileoverlap.weight_maps import WeightMaps
+
+DEVICE = torch.device("cuda")
+# What can be late or missing, in the order in which a rank enqueues it: tokens out, what arrived is kept; rows home.
+TOKENS, HOME = ("send", "keep"), ("begin", "gemm", "couriers", "sum")
+STAGES = TOKENS + HOME
+# SMs of one rank: all ranks must be resident together, with room for the sums of those that are done with their GEMM.
+SMS_OF_RANK = {1: 100, 2: 48, 4: 28, 8: 14}
+# About a millisecond at the H200's highest clock; nothing depends on its exact length.
+CYCLES_PER_MS = 2_000_000
+# Behind every matrix lie so many rows, and behind words so many words, that no kernel may touch.
+GUARD_ROWS, GUARD_WORDS, UNTOUCHED = 5, 64, -1
+# At most so many terms of a dot product are not 0, and at most so large are sums over all choices of a token.
+MOST_TERMS, LARGEST_SUM = 16, 128
+
+
+class ManyStreams(Ranks):
+    """One process in which streams do not share hardware queues: a kernel that waits must hold up no other stream."""
+
+    def __init__(self):
+        super().__init__(1, "cuda")
+
+    def __call__(self, function, *args, limit_s: float = 120.0):
+        return super().__call__(function, *args, limit_s=limit_s)[0]
+
+    def _start(self):
+        with patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="32"):
+            super()._start()
+
+
+# --- the problem ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of the receive buffers by all ranks.
+
+    Attributes:
+        lengths: T of each rank.
+        returns: how rows come home.
+        stages: :data:`TOKENS`, :data:`HOME` or both.
+        comm_sms: SMs that the couriers of the rows home have to themselves; 0: they are warps of the GEMM.
+        at_home: ranks whose tokens go to their own experts alone.
+        skew: 0 for a balanced router, 1 for one with favourite experts.
+    """
+
+    lengths: tuple[int, ...]
+    returns: Returns = Returns(False, False, 2, 1)
+    stages: tuple[str, ...] = HOME
+    comm_sms: int = 0
+    num_experts: int = 8
+    top_k: int = 2
+    inner: int = 200
+    width: int = 520
+    dtype: torch.dtype = torch.bfloat16
+    at_home: tuple[int, ...] = ()
+    skew: float = 0.5
+    seed: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.width
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.width // schedule.TILE_N)
+
+
+def routes_of(use: Use) -> list[torch.Tensor]:
+    """Every rank's [T, k] routes, int32 on the host; about a tenth of them are dropped (-1)."""
+    generator = torch.Generator().manual_seed(use.seed)
+    local = use.num_experts // use.num_ranks
+    favour = torch.rand(use.num_experts, generator=generator) * use.skew
+    routes = []
+    for rank, length in enumerate(use.lengths):
+        scores = torch.rand(length, use.num_experts, generator=generator) + favour
+        if rank in use.at_home:
+            scores[:, : rank * local] = scores[:, (rank + 1) * local :] = -1.0
+        chosen = scores.topk(use.top_k, 1).indices.int()
+        routes.append(chosen.masked_fill(torch.rand(chosen.shape, generator=generator) < 0.1, -1))
+    return routes
+
+
+def tokens_of(use: Use, rank: int, device: torch.device) -> torch.Tensor:
+    """[T, K] of -1, 0 and 1."""
+    generator = torch.Generator(device).manual_seed(1000 * use.seed + 10 + rank)
+    shape = (use.lengths[rank], use.inner)
+    return torch.randint(-1, 2, shape, generator=generator, device=device).to(use.dtype)
+
+
+def weights_of(use: Use, device: torch.device) -> torch.Tensor:
+    """[E, N, K] of -1, 0 and 1, so few of them not 0 that the sum over all choices of a token is exact in bf16."""
+    generator = torch.Generator(device).manual_seed(1000 * use.seed)
+    terms = min(MOST_TERMS, LARGEST_SUM // use.top_k)
+    lines = (use.num_experts, use.width)
+    places = torch.randint(0, use.inner, (*lines, terms), generator=generator, device=device)
+    signs = torch.randint(0, 2, (*lines, use.inner), generator=generator, device=device, dtype=torch.int8) * 2 - 1
+    chosen = torch.zeros(*lines, use.inner, dtype=torch.int8, device=device).scatter_(-1, places, 1)
+    return (signs * chosen).to(use.dtype)
+
+
+def expected_sums(x: torch.Tensor, routes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[T, N], what comes back to a rank's tokens: the sum of all their experts' outputs, exact."""
+    sums = torch.zeros(len(x), weights.shape[1], dtype=torch.float64, device=x.device)
+    for expert, weight in enumerate(weights):
+        tokens = (routes == expert).any(1).nonzero().squeeze(1).to(x.device)
+        sums[tokens] += x[tokens].double() @ weight.double().t()
+    rounded = sums.to(x.dtype)
+    assert torch.equal(rounded.double(), sums), "the test's numbers are too large to be exact"
+    return rounded
+
+
+def received_rows(use: Use, placed: Placement, of_tokens: bool = False) -> np.ndarray:
+    """[W, W], how many rows come to each rank from each rank: tokens, or what returns of them."""
+    counts = placed.sends.T if of_tokens else placed.sends if use.returns.sums else placed.routes.sum(2)
+    return np.where(np.eye(use.num_ranks, dtype=bool), 0, counts).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The layout of all ranks at once. Attributes: counts [W, E + W + 1]; the others by rank, as in the Plan."""
+
+    counts: torch.Tensor
+    sent_tokens: list[torch.Tensor]
+    choice_slots: list[torch.Tensor]
+    token_slots: list[torch.Tensor]
+    choice_rows: list[torch.Tensor]
+    row_sources: list[torch.Tensor]
+
+    @property
+    def routes(self) -> np.ndarray:
+        """[W, W, E_local]."""
+        size = len(self.counts)
+        return self.counts.numpy()[:, : -size - 1].reshape(size, size, -1)
+
+    @property
+    def sends(self) -> np.ndarray:
+        """[W, W]."""
+        return self.counts.numpy()[:, -len(self.counts) - 1 : -1]
+
+    def received_of(self, rank: int, tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a rank receives of the tokens of each rank, its own included."""
+        ends = self.sends.cumsum(1)
+        parts = [slice(int(ends[s, rank] - self.sends[s, rank]), int(ends[s, rank])) for s in range(len(tokens))]
+        return [x[sent[part].long().to(x.device)] for x, sent, part in zip(tokens, self.sent_tokens, parts)]
+
+    def rows_of(self, rank: int, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[R, K], the rows of a rank's GEMM from the tokens of all ranks."""
+        received = torch.cat(self.received_of(rank, tokens))
+        return received[self.row_sources[rank].long().to(received.device)]
+
+
+def place(routes: Sequence[torch.Tensor], num_experts: int) -> Placement:
+    """Every rank's layout, on the host; slices stand for the exchange."""
+    size = len(routes)
+    counted = [placement.count_routes(chosen, num_experts, size) for chosen in routes]
+    placed = [placement.place_tokens(r, torch.zeros(r.shape), c, size) for r, c in zip(routes, counted)]
+    sent_tokens, choice_slots, token_slots, sent_routes = map(list, zip(*placed))
+    result = Placement(torch.stack([c.counts for c in counted]), sent_tokens, choice_slots, token_slots, [], [])
+    for rank in range(size):
+        # A token and its routes lie in the same row.
+        rows = [torch.arange(len(sent)) for sent in sent_routes]
+        parts = replace(result, sent_tokens=rows).received_of(rank, sent_routes)
+        received = torch.cat(parts)
+        num_rows = int((received[:, : routes[0].shape[1]] >= 0).sum())
+        first = sum(map(len, parts[: rank + 1]))
+        choice_rows, row_sources, *_ = placement.place_rows(received, num_experts // size, num_rows, first)
+        result.choice_rows.append(choice_rows)
+        result.row_sources.append(row_sources)
+    return result
+
+
+def words_of_items(items: Sequence[tuple[int, int, int, int, int, bool]]) -> torch.Tensor:
+    """[n, 4] int32, the items of :func:`schedule.plain_items` as the GEMM reads them."""
+    words = [(r, n, e | (schedule.REMOTE if remote else 0) | c << 16, band) for r, n, e, c, band, remote in items]
+    return torch.from_numpy(np.array(words, dtype=np.int64).reshape(-1, 4).astype(np.uint32).view(np.int32))
+
+
+def tiles_of_item(item: tuple[int, int, int, int, int, bool], column_tiles: int) -> list[tuple[int, int]]:
+    """(band, column tile) of the one or two tiles of an item: two bands, or one band at two column tiles."""
+    _, rows, _, column, band, _ = item
+    if rows > schedule.BAND:
+        return [(band, column), (band + 1, column)]
+    return [(band, c) for c in (column, column + 1) if c < column_tiles]
+
+
+def tables_of(
+    use: Use, placed: Placement, rank: int, device: torch.device, returns: Returns, local_first: bool = False
+) -> tuple[Schedule, list[int]]:
+    """One rank's schedule from the plain functions, so that nothing depends on the schedule's kernels.
+
+    Returns:
+        The Schedule without targets, and how many tiles of items with remote rows each panel has.
+    """
+    panel_tiles = returns.panel_tiles(use.width)
+    mine = placed.routes[:, rank]
+    items = schedule.plain_items(mine, rank, use.width, returns.aligns_owners, panel_tiles, local_first)
+    finished, num_bands = [0] * returns.num_panels, 0
+    for item in items:
+        for band, column in tiles_of_item(item, use.column_tiles):
+            num_bands = max(num_bands, band + 1)
+            finished[column // panel_tiles] += item[5]
+    *segments, end = schedule.plain_segments(
+        placed.routes, rank, use.row_bytes, returns.aligns_owners, returns.bands_per_segment
+    )
+
+    def words(values, width):
+        return torch.from_numpy(np.array(values, dtype=np.int32).reshape(-1, width)).to(device)
+
+    tables = Schedule(
+        items=words_of_items(items).to(device),
+        num_items=words([len(items)], 1),
+        segments=words([(*segment, 0) for segment in [*segments, end]], 8),
+        num_segments=words([len(segments)], 1),
+        sum_runs=words(schedule.plain_sum_runs(placed.sends, rank), 4),
+        send_runs=words(schedule.plain_send_runs(placed.sends, rank), 4),
+        panel_targets=words([], 1),
+        slot_bases=words([], 1),
+        num_bands=num_bands,
+    )
+    return tables, finished
+
+
+def slots_of(use: Use, placed: Placement, routes: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """[T, k], where each choice is summed from."""
+    sent = (placed.token_slots[rank], placed.sends) if use.returns.sums else None
+    return schedule.plain_slots(routes[rank], placed.routes, rank, sent)
+
+
+# --- the ranks --------------------------------------------------------------------------------------------------------
+
+
+def _words(count: int, value: int) -> torch.Tensor:
+    return torch.full((count,), value, dtype=torch.int32, device=DEVICE)
+
+
+def _addresses(addresses) -> torch.Tensor:
+    return torch.tensor(list(addresses), dtype=torch.int64, device=DEVICE)
+
+
+class VirtualChannel:
+    """One rank's end of one kind of row, named as :class:`ds_tileoverlap.buffer.Channel`."""
+
+    def __init__(self, rank: int, size: int, capacity_bytes: int, start: int):
+        self.rank, self.capacity_bytes = rank, capacity_bytes
+        self.epoch, self.claimed, self.finished = _words(1, start), _words(1, 0), _words(1, 0)
+        self.targets, self.arrived, self.consumed = (_words(size, start) for _ in range(3))
+        # All bits set is NaN in both dtypes: what is read before it has come does not go unnoticed.
+        self.buffer = torch.full((2 * capacity_bytes + GUARD_WORDS,), 255, dtype=torch.uint8, device=DEVICE)
+        self.received = self.buffer.data_ptr()
+
+    def meet(self, everyone: Sequence[VirtualChannel]) -> None:
+        """Learns the addresses of the others."""
+        self.peer_buffers = _addresses(peer.received for peer in everyone)
+        self.peer_arrived = _addresses(peer.arrived.data_ptr() + 4 * self.rank for peer in everyone)
+        self.peer_consumed = _addresses(peer.consumed.data_ptr() + 4 * self.rank for peer in everyone)
+
+
+class VirtualRank:
+    """One rank's words, channels and streams, named as in :class:`ds_tileoverlap.buffer.Pool`."""
+
+    def __init__(self, rank: int, size: int, capacities: tuple[int, int], num_signals: int, start: int, panels: int):
+        self.device, self.rank = DEVICE, rank
+        self.tokens, self.returns = (VirtualChannel(rank, size, capacity, start) for capacity in capacities)
+        self.records = self.tokens
+        self.claimed_items = _words(1, 0)
+        self.panel_done, self.signals = _words(panels + GUARD_WORDS, start), _words(num_signals + GUARD_WORDS, start)
+        self.failure = torch.zeros(5, dtype=torch.int32).pin_memory()
+        self.main, self.stream = _streams()[0][rank], _streams()[1][rank]
+        self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
+        self.began, self.ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+@functools.cache
+def _streams() -> tuple[list[torch.cuda.Stream], list[torch.cuda.Stream]]:
+    """Every rank's main stream and the stream of its couriers: the same ones for all tests of a process."""
+    most = max(SMS_OF_RANK)
+    return [torch.cuda.Stream() for _ in range(most)], [torch.cuda.Stream(priority=-1) for _ in range(most)]
+
+
+def sleep(stream: torch.cuda.Stream, ms: float) -> None:
+    """Holds a stream up for about so long."""
+    if ms:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(ms * CYCLES_PER_MS))
+
+
+def streams_that_hold_up_others(ms: float) -> list[int]:
+    """Which of the streams keep any of the others waiting while two of their own kernels run one after the other."""
+    streams, found = [*_streams()[0], *_streams()[1]], []
+    for i, stream in enumerate(streams):
+        sleep(stream, ms)
+        sleep(stream, ms)
+        last = torch.cuda.Event()
+        last.record(stream)
+        for other in streams[:i] + streams[i + 1 :]:
+            sleep(other, 0.001)
+            other.synchronize()
+        if last.query():
+            found.append(i)
+        torch.cuda.synchronize()
+    return found
+
+
+@dataclass
+class Job:
+    """What one rank needs for one use, and what it should make: all in memory before the first kernel starts.
+
+    ``hidden`` [R, N] is the product of gathered tokens, ``outputs`` that of the same rows in one matrix; ``kept`` are
+    the tokens that arrived, ``sums`` [T, N] what came home. Each of the four has guard rows behind it.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor
+    weights: torch.Tensor
+    maps: torch.Tensor
+    counts: torch.Tensor
+    choice_rows: torch.Tensor
+    row_sources: torch.Tensor
+    sent_tokens: torch.Tensor
+    own_tokens: torch.Tensor
+    own_first: int
+    own_end: int
+    slots: torch.Tensor
+    arrivals: Schedule
+    tiles: Schedule
+    hidden: torch.Tensor
+    kept: torch.Tensor
+    outputs: torch.Tensor
+    sums: torch.Tensor
+    expected: dict[str, torch.Tensor]
+
+
+def _untouched(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[num_rows + guard, width] of NaN."""
+    bits = torch.full((num_rows + GUARD_ROWS, width), UNTOUCHED, dtype=torch.int16, device=DEVICE)
+    return bits.view(dtype)
+
+
+def _jobs(use: Use, placed: Placement, routes: Sequence[torch.Tensor], panel_done: list[list[int]]) -> list[Job]:
+    """One a rank; ``panel_done`` of each rank is moved on by what this use finishes."""
+    tokens = [tokens_of(use, rank, DEVICE) for rank in range(use.num_ranks)]
+    weights, local = weights_of(use, DEVICE), use.num_experts // use.num_ranks
+    counts, jobs = placed.counts.to(DEVICE), []
+    for rank, x in enumerate(tokens):
+        tiles, finished = tables_of(use, placed, rank, DEVICE, use.returns)
+        if use.returns.sums and "gemm" in use.stages:
+            for panel, count in enumerate(finished):
+                panel_done[rank][panel] += count
+        rows, mine = placed.rows_of(rank, tokens), weights[rank * local : (rank + 1) * local].clone()
+        received, own_sent = placed.received_of(rank, tokens), int(placed.sends[rank, :rank].sum())
+        own_first, own = sum(map(len, received[:rank])), len(received[rank])
+        parts = rows.double().split(placed.routes[:, rank].sum(0).tolist())
+        product = torch.cat([part @ w.t() for part, w in zip(parts, mine.double())]).to(use.dtype)
+        expected = {
+            "hidden": product,
+            "kept": torch.cat([x[:0], *received[:rank], *received[rank + 1 :]]),
+            "outputs": product,
+            "sums": expected_sums(x, routes[rank], weights),
+        }
+        jobs.append(
+            Job(
+                x=x,
+                rows=rows,
+                weights=mine,
+                maps=WeightMaps().of(operator(), "test", [(0, local, mine)], use.dtype, transposed=False),
+                counts=counts,
+                choice_rows=placed.choice_rows[rank].to(DEVICE),
+                row_sources=placed.row_sources[rank].to(DEVICE),
+                sent_tokens=placed.sent_tokens[rank].to(DEVICE),
+                own_tokens=placed.sent_tokens[rank][own_sent : own_sent + own].to(DEVICE),
+                own_first=own_first,
+                own_end=own_first + own,
+                slots=slots_of(use, placed, routes, rank).to(DEVICE),
+                arrivals=tables_of(use, placed, rank, DEVICE, Returns(True, False, 1, 1), local_first=True)[0],
+                tiles=replace(tiles, panel_targets=torch.tensor(panel_done[rank], dtype=torch.int32, device=DEVICE)),
+                **{name: _untouched(len(value), value.shape[1], use.dtype) for name, value in expected.items()},
+                expected=expected,
+            )
+        )
+    return jobs
+
+
+def _begin(op, channel: VirtualChannel, use: Use, job: Job, what: int, row_bytes: int) -> None:
+    op.begin_return(
+        counts=job.counts.data_ptr(), counts_stride=job.counts.shape[1], num_ranks=use.num_ranks, rank=channel.rank,
+        num_experts=use.num_experts, what=what, row_bytes=row_bytes, epoch=channel.epoch.data_ptr(),
+        targets=channel.targets.data_ptr(), stream=torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+
+
+def _courier(
+    op, me: VirtualRank, channel: VirtualChannel, use: Use, job: Job, tiles: Schedule, limit_ns: int, **errand
+):
+    return op.Courier(
+        num_peers=use.num_ranks, rank=me.rank, segments=tiles.segments.data_ptr(),
+        num_segments=tiles.num_segments.data_ptr(), panel_targets=tiles.panel_targets.data_ptr(),
+        peer_buffers=channel.peer_buffers.data_ptr(), peer_arrived=channel.peer_arrived.data_ptr(),
+        peer_consumed=channel.consumed.data_ptr(), generation_bytes=channel.capacity_bytes,
+        epoch=channel.epoch.data_ptr(), claimed=channel.claimed.data_ptr(), failure=me.failure.data_ptr(),
+        limit_ns=limit_ns, **errand,
+    )  # fmt: skip
+
+
+def _multiply(op, me: VirtualRank, use: Use, job: Job, tiles: Schedule, result: torch.Tensor, **options) -> None:
+    op.expert_gemm(
+        b_maps=job.maps.data_ptr(), c=result.data_ptr(), items=tiles.items.data_ptr(),
+        num_items=tiles.num_items.data_ptr(), claimed=me.claimed_items.data_ptr(), epoch=me.returns.epoch.data_ptr(),
+        num_rows=len(job.rows), n=use.width, k=use.inner, is_half=use.dtype == torch.float16, b_is_transposed=False,
+        stream=torch.cuda.current_stream().cuda_stream, **options,
+    )  # fmt: skip
+
+
+def _send_tokens(op, me: VirtualRank, use: Use, job: Job, late: Mapping[str, float], absent, limit_ns: int) -> None:
+    """Tokens go out by couriers of the GEMM that gathers those which arrive; these are kept."""
+    channel, row_bytes = me.tokens, 2 * use.inner
+    courier = _courier(
+        op, me, channel, use, job, job.arrivals, limit_ns, errand=op.RETURN_SUMS, rows=job.x.data_ptr(),
+        row_bytes=row_bytes, signals=0, signals_per_band=0, index=job.sent_tokens.data_ptr(), num_choices=1,
+        sum_runs=job.arrivals.send_runs.data_ptr(), panel_done=0, num_panels=1, panel_bytes=row_bytes,
+    )  # fmt: skip
+    gather = op.Gather(
+        sources=job.row_sources.data_ptr(), own_first=job.own_first, own_end=job.own_end,
+        own_tokens=job.own_tokens.data_ptr(), tokens=job.x.data_ptr(), received=channel.received,
+        generation_bytes=channel.capacity_bytes, arrived=channel.arrived.data_ptr(), targets=channel.targets.data_ptr(),
+        epoch=channel.epoch.data_ptr(), num_peers=use.num_ranks, failure=me.failure.data_ptr(), limit_ns=limit_ns,
+    )  # fmt: skip
+    sleep(me.main, late.get("send", 0))
+    if "send" not in absent:
+        _begin(op, channel, use, job, op.TOKENS_OUT, row_bytes)
+        _multiply(
+            op, me, use, job, job.arrivals, job.hidden, a=0, signals=0, panel_done=0, panel_tiles=use.column_tiles,
+            num_sms=SMS_OF_RANK[use.num_ranks], courier=courier, gather=gather,
+        )  # fmt: skip
+    sleep(me.main, late.get("keep", 0))
+    if "keep" not in absent:
+        op.keep_rows(
+            received=channel.received, generation_bytes=channel.capacity_bytes, epoch=channel.epoch.data_ptr(),
+            kept=job.kept.data_ptr(), num_bytes=len(job.expected["kept"]) * row_bytes,
+            peer_consumed=channel.peer_consumed.data_ptr(), finished=channel.finished.data_ptr(),
+            num_peers=use.num_ranks, num_sms=1, stream=me.main.cuda_stream,
+        )  # fmt: skip
+
+
+def _bring_home(op, me: VirtualRank, use: Use, job: Job, late: Mapping[str, float], absent, limit_ns: int) -> None:
+    """Rows come home while the GEMM makes them, and are summed."""
+    channel, returns, is_half = me.returns, use.returns, use.dtype == torch.float16
+    panel_tiles, signals, panel_done = returns.panel_tiles(use.width), me.signals.data_ptr(), me.panel_done.data_ptr()
+    courier = _courier(
+        op, me, channel, use, job, job.tiles, limit_ns, errand=op.RETURN_SUMS if returns.sums else op.RETURN_ROWS,
+        rows=job.outputs.data_ptr(), row_bytes=use.row_bytes, signals=signals, signals_per_band=2 * use.column_tiles,
+        index=job.choice_rows.data_ptr(), num_choices=use.top_k, sum_runs=job.tiles.sum_runs.data_ptr(),
+        panel_done=panel_done, num_panels=returns.num_panels, panel_bytes=panel_tiles * schedule.TILE_N * 2,
+    )  # fmt: skip
+    sleep(me.main, late.get("begin", 0))
+    if "begin" not in absent:
+        _begin(op, channel, use, job, op.SUMS_HOME if returns.sums else op.ROWS_HOME, use.row_bytes)
+    # Before the GEMM and whatever delays it: couriers with SMs of their own start first then, and have to wait.
+    me.forked.record(me.main)
+    sleep(me.main, late.get("gemm", 0))
+    if "gemm" not in absent:
+        _multiply(
+            op, me, use, job, job.tiles, job.outputs, a=job.rows.data_ptr(), signals=0 if returns.sums else signals,
+            panel_done=panel_done if returns.sums else 0, panel_tiles=panel_tiles,
+            num_sms=SMS_OF_RANK[use.num_ranks] - use.comm_sms, courier=op.Courier() if use.comm_sms else courier,
+        )  # fmt: skip
+    if use.comm_sms and "couriers" not in absent:
+        me.stream.wait_event(me.forked)
+        sleep(me.stream, late.get("couriers", 0))
+        op.run_couriers(courier=courier, is_half=is_half, num_sms=use.comm_sms, stream=me.stream.cuda_stream)
+        me.joined.record(me.stream)
+        me.main.wait_event(me.joined)
+    sleep(me.main, late.get("sum", 0))
+    if "sum" not in absent:
+        # A sum waits while it holds SMs that another rank's GEMM needs: the 8 blocks of one SM are few enough.
+        op.sum_slots(
+            received=channel.received, local=job.outputs.data_ptr(), slots=job.slots.data_ptr(),
+            sums=job.sums.data_ptr(), arrived=channel.arrived.data_ptr(), targets=channel.targets.data_ptr(),
+            epoch=channel.epoch.data_ptr(), peer_consumed=channel.peer_consumed.data_ptr(),
+            finished=channel.finished.data_ptr(), failure=me.failure.data_ptr(),
+            generation_bytes=channel.capacity_bytes, limit_ns=limit_ns, num_tokens=len(job.x), num_choices=use.top_k,
+            width=use.width, num_peers=use.num_ranks, is_half=is_half, num_sms=1, stream=me.main.cuda_stream,
+        )  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """What was found after all uses.
+
+    Attributes:
+        failures: of each rank (kind, peer, place, expected, seen); kind 0 where no wait passed its deadline.
+        wrong: (use, rank, which result) -> how many elements are not as expected; only where there are any.
+        nan: the (use, rank) all of whose sums are NaN.
+        left: words that should be 0 again and are not, and guards that were written.
+        uneven: counters that do not show what they should after complete uses.
+        elapsed_ms: of each rank's main stream, from the first kernel to the end of the last.
+    """
+
+    failures: list[tuple[int, ...]]
+    wrong: dict[tuple[int, int, str], int] = field(default_factory=dict)
+    nan: set[tuple[int, int]] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
+    uneven: list[str] = field(default_factory=list)
+    elapsed_ms: list[float] = field(default_factory=list)
+
+
+def play(
+    uses: Sequence[Use],
+    start: int = 0,
+    late: Mapping[tuple[int, int, str], float] | None = None,
+    absent: Collection[tuple[int, int, str]] = (),
+    limit_ms: float = 5_000.0,
+) -> Outcome:
+    """Runs the uses one after the other on every rank, all ranks at once and without synchronising in between.
+
+    Args:
+        start: what all counters show before; -3 makes them wrap.
+        late: (use, rank, stage) -> milliseconds by which a kernel is held up.
+        absent: (use, rank, stage) of the kernels that never come.
+        limit_ms: the deadline of every wait.
+    """
+    op, size, late = operator(), uses[0].num_ranks, late or {}
+    routes = [routes_of(use) for use in uses]
+    placed = [place(chosen, use.num_experts) for use, chosen in zip(uses, routes)]
+    panel_done = [[start] * op.MAX_PANELS for _ in range(size)]
+    jobs = [_jobs(use, p, chosen, panel_done) for use, p, chosen in zip(uses, placed, routes)]
+    came = {
+        "tokens": [
+            received_rows(use, p, True) * use.inner * 2 * (use.stages[0] in TOKENS) for use, p in zip(uses, placed)
+        ],
+        "returns": [received_rows(use, p) * use.row_bytes * (use.stages[-1] in HOME) for use, p in zip(uses, placed)],
+    }
+    capacities = tuple(max(int(of_use.sum(1).max()) for of_use in came[name]) for name in came)
+    num_signals = max(job.tiles.num_bands * use.column_tiles * 2 for use, own in zip(uses, jobs) for job in own)
+    ranks = [VirtualRank(r, size, capacities, num_signals, start, op.MAX_PANELS) for r in range(size)]
+    for name in came:
+        for rank in ranks:
+            getattr(rank, name).meet([getattr(peer, name) for peer in ranks])
+    _load_kernels()
+    torch.cuda.synchronize()
+
+    # From here to the end no kernel of torch is launched for the first time, and no memory is asked for.
+    for rank in ranks:
+        rank.began.record(rank.main)
+    for u, use in enumerate(uses):
+        for rank in ranks:
+            delays = {stage: late.get((u, rank.rank, stage), 0) for stage in STAGES}
+            missing = [stage for stage in STAGES if (u, rank.rank, stage) in absent]
+            with torch.cuda.stream(rank.main):
+                for stages, enqueue in ((TOKENS, _send_tokens), (HOME, _bring_home)):
+                    if set(stages) <= set(use.stages):
+                        enqueue(op, rank, use, jobs[u][rank.rank], delays, missing, int(limit_ms * 1e6))
+    for rank in ranks:
+        rank.ended.record(rank.main)
+    torch.cuda.synchronize()
+
+    outcome = Outcome([tuple(word & 0xFFFFFFFF for word in rank.failure.tolist()) for rank in ranks])
+    outcome.elapsed_ms = [rank.began.elapsed_time(rank.ended) for rank in ranks]
+    for u, own in enumerate(jobs):
+        for r, job in enumerate(own):
+            _inspect_job(outcome, uses[u], u, r, job)
+    for rank in ranks:
+        _inspect_words(outcome, rank, start, panel_done[rank.rank])
+        for name, of_uses in came.items():
+            num_uses = sum(use.stages[0] in TOKENS if name == "tokens" else use.stages[-1] in HOME for use in uses)
+            units = start + sum(of_use[rank.rank] for of_use in of_uses) // 16
+            _inspect_channel(outcome, name, getattr(rank, name), start + num_uses, units)
+    return outcome
+
+
+_MADE_BY = {"hidden": "send", "kept": "keep", "outputs": "gemm", "sums": "sum"}
+
+
+def _inspect_job(outcome: Outcome, use: Use, u: int, r: int, job: Job) -> None:
+    for name, expected in job.expected.items():
+        is_made = (
+            name in ("hidden", "kept") if use.stages == TOKENS else use.stages != HOME or name in ("outputs", "sums")
+        )
+        whole = getattr(job, name)
+        found = whole[: len(expected)]
+        if is_made and (wrong := int((found != expected).sum())):
+            outcome.wrong[u, r, name] = wrong
+        if name == "sums" and len(found) and found.isnan().all():
+            outcome.nan.add((u, r))
+        if not (whole[len(expected) :].view(torch.int16) == UNTOUCHED).all():
+            outcome.left.append(f"use {u}, rank {r}: written behind the {name}")
+
+
+def _inspect_words(outcome: Outcome, rank: VirtualRank, start: int, panel_done: list[int]) -> None:
+    if int(rank.claimed_items):
+        outcome.left.append(f"rank {rank.rank}: claimed_items is {int(rank.claimed_items)}")
+    for name in ("panel_done", "signals"):
+        if (getattr(rank, name)[-GUARD_WORDS:] != start).any():
+            outcome.left.append(f"rank {rank.rank}: written behind {name}")
+    _compare(outcome, f"rank {rank.rank}: panel_done", rank.panel_done, panel_done)
+
+
+def _inspect_channel(outcome: Outcome, name: str, channel: VirtualChannel, epoch: int, units: np.ndarray) -> None:
+    who = f"rank {channel.rank}: {name}"
+    for word in ("claimed", "finished"):
+        if value := int(getattr(channel, word)):
+            outcome.left.append(f"{who}: {word} is {value}")
+    if (channel.buffer[2 * channel.capacity_bytes :] != 255).any():
+        outcome.left.append(f"{who}: written behind the buffer")
+    _compare(outcome, f"{who}: epoch", channel.epoch, [epoch])
+    _compare(outcome, f"{who}: consumed", channel.consumed, [epoch] * len(units))
+    _compare(outcome, f"{who}: targets", channel.targets, units.tolist())
+    _compare(outcome, f"{who}: arrived", channel.arrived, units.tolist())
+
+
+def _compare(outcome: Outcome, what: str, words: torch.Tensor, expected: list[int]) -> None:
+    found = words[: len(expected)].tolist()
+    if found != np.array(expected, dtype=np.int64).astype(np.uint32).view(np.int32).tolist():
+        outcome.uneven.append(f"{what} is {found}, expected {expected}")
+
+
+# --- the operator -----------------------------------------------------------------------------------------------------
+
+# What is taken away: (file, text, what stands there instead).
+GUARDS = {
+    "couriers wait for ready signals": [
+        ("courier.cuh", "if (ready != current && courier.in_time) {", "if (false) {"),
+        ("courier.cuh", "if (panel != ready && args.panel_done != nullptr && courier.in_time) {", "if (false) {"),
+    ],
+    "couriers wait for consumed": [
+        (
+            "courier.cuh",
+            "wait_until([&] { return reached(read_peer_signal(consumed), epoch - GENERATIONS); }, args.limit_ns);",
+            "true;",
+        )
+    ],
+    "the sum waits for arrived": [
+        (
+            "combine.cu",
+            "in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.limit_ns);\n"
+            "        if (!in_time) report(args.failure, ROWS_ARRIVED, peer, 0, target",
+            "if (!in_time) report(args.failure, ROWS_ARRIVED, peer, 0, target",
+        )
+    ],
+    "signals are stamped with the epoch": [
+        ("expert_gemm.cu", "tile.column_tile) * 2 + group, epoch);", "tile.column_tile) * 2 + group, 0x40000000u);")
+    ],
+    "gathered rows are waited for": [("expert_gemm.cu", "                wait_for_peers(gather);\n", "")],
+}
+_operators: list = []
+
+
+def operator():
+    """This process's operator: the one of the package, unless :func:`build_without` has built another."""
+    if not _operators:
+        _operators.append(builders.TileOverlapBuilder().load())
+    return _operators[0]
+
+
+def sources_without(guard: str, folder: str) -> list[str]:
+    """Copies the sources into a folder, takes a guard away there, and returns what has to be compiled."""
+    copy = Path(folder) / "csrc"
+    shutil.copytree(builders._csrc(), copy)
+    for name, text, instead in GUARDS[guard]:
+        source = (copy / name).read_text()
+        assert source.count(text) == 1, f"{name} has {source.count(text)} times {text!r}: change GUARDS with the source"
+        (copy / name).write_text(source.replace(text, instead))
+    return [str(copy / name) for name in ("bindings.cpp", *builders.KERNELS)]
+
+
+def build_without(guard: str, folder: str) -> None:
+    """Makes this process's operator one that lacks a guard."""
+    assert not _operators, "two operators in one process would register the same types"
+    builder = builders.TileOverlapBuilder()
+    build_directory = Path(folder) / "build"
+    build_directory.mkdir()
+    module = cpp_extension.load(
+        name=f"tileoverlap_{list(GUARDS).index(guard)}",
+        sources=sources_without(guard, folder),
+        extra_include_paths=[str(Path(folder) / "csrc")],
+        extra_cflags=builder.cxx_args(),
+        extra_cuda_cflags=builder.nvcc_args(),
+        build_directory=str(build_directory),
+        with_cuda=True,
+    )
+    _operators.append(module)
+
+
+@functools.cache
+def _load_kernels() -> None:
+    """Loads every kernel of a play before the first one waits: loading may wait for those that run."""
+    op, rank = operator(), VirtualRank(0, 1, (0, 0), 0, 0, 1)
+    overlap_group._load_kernels(op, rank)
+    sleep(rank.main, 0.001)
+    nothing = rank.signals.data_ptr()
+    op.begin_return(
+        counts=nothing, counts_stride=2, num_ranks=1, rank=0, num_experts=0, what=op.ROWS_HOME, row_bytes=16,
+        epoch=nothing, targets=nothing, stream=rank.main.cuda_stream,
+    )  # fmt: skip
+    op.keep_rows(
+        received=nothing, generation_bytes=0, epoch=nothing, kept=nothing, num_bytes=0, peer_consumed=nothing,
+        finished=rank.tokens.finished.data_ptr(), num_peers=0, num_sms=1, stream=rank.main.cuda_stream,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+
+
+class Late:
+    """An operator whose kernels are held up: name of a function -> milliseconds, on the stream that it is given."""
+
+    def __init__(self, op, side: torch.cuda.Stream, delays: Mapping[str, float]):
+        self._op, self._side, self._delays = op, side, delays
+
+    def __getattr__(self, name: str):
+        found = getattr(self._op, name)
+        if name not in self._delays:
+            return found
+
+        def call(**arguments):
+            is_side = arguments["stream"] == self._side.cuda_stream
+            sleep(self._side if is_side else torch.cuda.current_stream(), self._delays[name])
+            return found(**arguments)
+
+        return call
