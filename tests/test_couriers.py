@@ -506,6 +506,7 @@ LAYER_OPTIONS = [
     {"combine": "rows", "comm_sms": 4, "bands_per_segment": 1},
     {"combine": "sums", "comm_sms": 2},
     {"combine": "rows", "owner_alignment": "tile"},
+    {"combine": "sums", "overlap_dispatch": False},
 ]
 # Tokens of each rank in iterations 0, 1, 2, 3, ... in turn: three kinds and two halves of the buffer do not keep step.
 LENGTHS = [(300, 257), (64, 700), (513, 1)]

@@ -16,8 +16,8 @@ ROWS = (0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
 RANKS, RANK, OWN_TOKENS = 3, 1, 100
 # Signals are stamped with the epoch, and wrap with it.
 EPOCH, BEFORE = -1, -2
-# Rounding to the nearest of so many bits, and what tensor cores may lose of the sum of absolute products.
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+# Half a unit in the last place, and what tensor cores may lose of the sum of absolute products.
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ACCUMULATION, SMALLEST = 2.0**-14, 2.0**-24
 # (K, N): no more than one vector of 8, less and more than a stage of 64 and a tile of 256, several of both.
 SHAPES = [(8, 8), (64, 256), (72, 264), (200, 520), (8, 1288), (1032, 8), (1000, 248), (136, 2056), (512, 768)]

@@ -30,6 +30,9 @@ DEVICE = torch.device("cuda")
 # What can be late or missing, in the order in which a rank enqueues it: tokens out, what arrived is kept; rows home.
 TOKENS, HOME = ("send", "keep"), ("begin", "gemm", "couriers", "sum")
 STAGES = TOKENS + HOME
+CHANNELS = {"tokens": TOKENS, "returns": HOME}
+# Which stage makes a result.
+MADE_BY = {"hidden": "send", "kept": "keep", "outputs": "gemm", "sums": "sum"}
 # SMs of one rank: all ranks must be resident together, with room for the sums of those that are done with their GEMM.
 SMS_OF_RANK = {1: 100, 2: 48, 4: 28, 8: 14}
 # About a millisecond at the H200's highest clock; nothing depends on its exact length.
@@ -289,7 +292,7 @@ class VirtualChannel:
 class VirtualRank:
     """One rank's words, channels and streams, named as in :class:`ds_tileoverlap.buffer.Pool`."""
 
-    def __init__(self, rank: int, size: int, capacities: tuple[int, int], num_signals: int, start: int, panels: int):
+    def __init__(self, rank: int, size: int, capacities: Sequence[int], num_signals: int, start: int, panels: int):
         self.device, self.rank = DEVICE, rank
         self.tokens, self.returns = (VirtualChannel(rank, size, capacity, start) for capacity in capacities)
         self.records = self.tokens
@@ -554,16 +557,11 @@ def play(
     placed = [place(chosen, use.num_experts) for use, chosen in zip(uses, routes)]
     panel_done = [[start] * op.MAX_PANELS for _ in range(size)]
     jobs = [_jobs(use, p, chosen, panel_done) for use, p, chosen in zip(uses, placed, routes)]
-    came = {
-        "tokens": [
-            received_rows(use, p, True) * use.inner * 2 * (use.stages[0] in TOKENS) for use, p in zip(uses, placed)
-        ],
-        "returns": [received_rows(use, p) * use.row_bytes * (use.stages[-1] in HOME) for use, p in zip(uses, placed)],
-    }
-    capacities = tuple(max(int(of_use.sum(1).max()) for of_use in came[name]) for name in came)
+    came = [_bytes_that_come(use, p) for use, p in zip(uses, placed)]
+    capacities = [max(int(of_use[name].sum(1).max()) for of_use in came) for name in CHANNELS]
     num_signals = max(job.tiles.num_bands * use.column_tiles * 2 for use, own in zip(uses, jobs) for job in own)
     ranks = [VirtualRank(r, size, capacities, num_signals, start, op.MAX_PANELS) for r in range(size)]
-    for name in came:
+    for name in CHANNELS:
         for rank in ranks:
             getattr(rank, name).meet([getattr(peer, name) for peer in ranks])
     _load_kernels()
@@ -578,7 +576,7 @@ def play(
             missing = [stage for stage in STAGES if (u, rank.rank, stage) in absent]
             with torch.cuda.stream(rank.main):
                 for stages, enqueue in ((TOKENS, _send_tokens), (HOME, _bring_home)):
-                    if set(stages) <= set(use.stages):
+                    if stages[0] in use.stages:
                         enqueue(op, rank, use, jobs[u][rank.rank], delays, missing, int(limit_ms * 1e6))
     for rank in ranks:
         rank.ended.record(rank.main)
@@ -591,24 +589,26 @@ def play(
             _inspect_job(outcome, uses[u], u, r, job)
     for rank in ranks:
         _inspect_words(outcome, rank, start, panel_done[rank.rank])
-        for name, of_uses in came.items():
-            num_uses = sum(use.stages[0] in TOKENS if name == "tokens" else use.stages[-1] in HOME for use in uses)
-            units = start + sum(of_use[rank.rank] for of_use in of_uses) // 16
-            _inspect_channel(outcome, name, getattr(rank, name), start + num_uses, units)
+        for name, stages in CHANNELS.items():
+            epoch = start + sum(stages[0] in use.stages for use in uses)
+            units = start + sum(of_use[name][rank.rank] for of_use in came) // 16
+            _inspect_channel(outcome, name, getattr(rank, name), epoch, units)
     return outcome
 
 
-_MADE_BY = {"hidden": "send", "kept": "keep", "outputs": "gemm", "sums": "sum"}
+def _bytes_that_come(use: Use, placed: Placement) -> dict[str, np.ndarray]:
+    """For each channel [W, W], to each rank from each rank."""
+    return {
+        "tokens": received_rows(use, placed, of_tokens=True) * 2 * use.inner * (TOKENS[0] in use.stages),
+        "returns": received_rows(use, placed) * use.row_bytes * (HOME[0] in use.stages),
+    }
 
 
 def _inspect_job(outcome: Outcome, use: Use, u: int, r: int, job: Job) -> None:
     for name, expected in job.expected.items():
-        is_made = (
-            name in ("hidden", "kept") if use.stages == TOKENS else use.stages != HOME or name in ("outputs", "sums")
-        )
         whole = getattr(job, name)
         found = whole[: len(expected)]
-        if is_made and (wrong := int((found != expected).sum())):
+        if MADE_BY[name] in use.stages and (wrong := int((found != expected).sum())):
             outcome.wrong[u, r, name] = wrong
         if name == "sums" and len(found) and found.isnan().all():
             outcome.nan.add((u, r))

@@ -112,7 +112,8 @@ public:
             announce();
             peer = new_peer;
             const uint32_t* consumed = args.peer_consumed + peer;
-            bool free = wait_until([&] { return reached(read_peer_signal(consumed), epoch - GENERATIONS); }, args.limit_ns);
+            // One deadline is enough: after it nothing is waited for, and nothing sent.
+            bool free = !in_time || wait_until([&] { return reached(read_peer_signal(consumed), epoch - GENERATIONS); }, args.limit_ns);
             if (!free) fail(PEER_CONSUMED, 0, epoch - GENERATIONS, read_peer_signal(consumed));
         }
         return static_cast<char*>(args.peer_buffers[peer]) + epoch % GENERATIONS * args.generation_bytes +
@@ -188,6 +189,7 @@ __device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int 
         const char* from = static_cast<const char*>(args.rows) + static_cast<int64_t>(segment.row) * args.row_bytes + start;
         // After a deadline the rest is claimed but not sent: the owner reports what did not come.
         courier.in_time = __all_sync(~0u, courier.in_time);
+        __syncwarp();  // each lane has acquired other signals than its neighbour
         if (!courier.in_time) continue;
         copy_row(from, to, 0, bytes, courier.lane);
         courier.sent(bytes);

@@ -475,6 +475,7 @@ extern "C" int tileoverlap_encode_weights(void* maps, const void* const* weights
 extern "C" int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapGather* gather,
                                        const TileOverlapCourier* courier, cudaStream_t stream) {
     using namespace tileoverlap;
+    if (gather->sources != nullptr && gemm->k2 > 0) return cudaErrorInvalidValue;  // it loads one pair
     if (gemm->num_rows == 0 && courier->errand == NOTHING) return 0;
     return gemm->is_half ? launch_typed<__half>(*gemm, *gather, *courier, stream)
                          : launch_typed<__nv_bfloat16>(*gemm, *gather, *courier, stream);

@@ -211,7 +211,8 @@ __global__ void __launch_bounds__(TOKENS) place_tokens(const __grid_constant__ T
 constexpr int RECEIVE_THREADS = 256;
 
 __global__ void __launch_bounds__(RECEIVE_THREADS) receive_records(const __grid_constant__ TileOverlapReceive args) {
-    int local = args.num_experts / args.num_ranks, row = args.num_experts + args.num_ranks + 1;
+    // No ranks: the kernel is only loaded.
+    int local = args.num_ranks ? args.num_experts / args.num_ranks : -1, row = args.num_experts + args.num_ranks + 1;
     bool in_time = true;
     for (int r = threadIdx.x; r < args.num_ranks; r += RECEIVE_THREADS) {
         const uint32_t* arrived = args.arrived + r;
@@ -223,6 +224,17 @@ __global__ void __launch_bounds__(RECEIVE_THREADS) receive_records(const __grid_
     const int* records = reinterpret_cast<const int*>(static_cast<const char*>(args.buffer) +
                                                       *args.epoch % GENERATIONS * args.generation_bytes);
     int total = args.num_received * args.num_choices;
+    if (!in_time) {
+        // Later kernels still read these: places that exist, weights that nobody trains on.
+        int first = blockIdx.x * RECEIVE_THREADS + threadIdx.x, step = gridDim.x * RECEIVE_THREADS, num_rows = 0;
+        for (int r = 0; r < args.num_ranks; r++)
+            for (int e = 0; e < local; e++) num_rows += args.counts[r * row + args.rank * local + e];
+        for (int i = first; i < total; i += step) args.choice_rows[i] = -1;
+        for (int i = first; i < num_rows; i += step) {
+            args.row_sources[i] = 0;
+            args.row_weights[i] = __int_as_float(0x7fc00000);
+        }
+    }
     for (int i = blockIdx.x * RECEIVE_THREADS + threadIdx.x; i < total && in_time; i += gridDim.x * RECEIVE_THREADS) {
         int u = i / args.num_choices, choice = i % args.num_choices;
         const int* record = records + static_cast<int64_t>(u) * record_words(args.num_choices);
