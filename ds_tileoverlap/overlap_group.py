@@ -144,6 +144,7 @@ def _load_kernels(op, pool: Pool) -> None:
         sources=zero, own_first=0, own_end=0, own_tokens=zero, tokens=zero, received=zero, generation_bytes=0,
         arrived=zero, targets=zero, epoch=zero, num_peers=0, failure=failure, limit_ns=NS,
     )  # fmt: skip
+    nothing_to_carry = _no_errand(op, zero, failure, pool.returns.claimed.data_ptr())
     for is_half in (False, True):
         for transposed in (False, True):
             for gather in (op.Gather(), no_rows):
@@ -151,9 +152,9 @@ def _load_kernels(op, pool: Pool) -> None:
                     a=operand.data_ptr(), b_maps=zero, c=operand.data_ptr(), items=zero, num_items=zero,
                     claimed=pool.claimed_items.data_ptr(), signals=0, epoch=zero, panel_done=0, panel_tiles=1,
                     num_rows=64, n=64, k=64, is_half=is_half, b_is_transposed=transposed, num_sms=2,
-                    courier=_no_errand(op, zero, failure), gather=gather, stream=stream,
+                    courier=nothing_to_carry, gather=gather, stream=stream,
                 )  # fmt: skip
-        op.run_couriers(courier=_no_errand(op, zero, failure), is_half=is_half, num_sms=2, stream=stream)
+        op.run_couriers(courier=nothing_to_carry, is_half=is_half, num_sms=2, stream=stream)
         op.sum_slots(
             received=zero, local=zero, slots=zero, sums=zero, arrived=zero, targets=zero, epoch=zero,
             peer_consumed=zero, finished=pool.returns.finished.data_ptr(), failure=failure, generation_bytes=0,
@@ -173,11 +174,11 @@ def _load_kernels(op, pool: Pool) -> None:
     torch.cuda.synchronize(device)
 
 
-def _no_errand(op, zero: int, failure: int):
+def _no_errand(op, zero: int, failure: int, claimed: int):
     """Sums of no rows: the couriers find out that there is nothing to do."""
     return op.Courier(
         errand=op.RETURN_SUMS, rows=zero, row_bytes=16, num_peers=1, rank=0, segments=zero, num_segments=zero,
         signals=zero, signals_per_band=2, index=zero, num_choices=1, sum_runs=zero, panel_done=0, panel_targets=zero,
         num_panels=1, panel_bytes=16, peer_buffers=zero, peer_arrived=zero, peer_consumed=zero, generation_bytes=0,
-        epoch=zero, claimed=zero, failure=failure, limit_ns=NS,
+        epoch=zero, claimed=claimed, failure=failure, limit_ns=NS,
     )  # fmt: skip

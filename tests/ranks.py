@@ -28,7 +28,7 @@ class Ranks:
         self.world_size, self.device, self.timeout_s = world_size, device, timeout_s
         self._processes = []
 
-    def __call__(self, function, *args, limit_s: float = 120.0):
+    def __call__(self, function, *args, limit_s: float = 60.0):
         if not self._processes:
             self._start()
         for pipe in self._pipes:
