@@ -14,6 +14,7 @@ Words that peers write are never reset: epochs and counts go on from use to use.
     ready      the layout of a peer    the layout             the last epoch whose counts came from the peer
     arrived    the sending peer        who reads the channel  16-byte units that came from the peer since the beginning
     consumed   who reads the channel   the sending peer       the last epoch whose rows have been read
+    began      the sending peer        who begins a use       the last epoch that the peer has begun
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ GROW_TO = 1.25
 GRAIN_BYTES = 2**21
 MIN_COUNTS_STRIDE = 4
 CHANNELS = 4
+# Words that each peer writes in a channel, and words of this rank's own beside one target for each peer.
+PEER_WORDS, OWN_WORDS = 3, 4
 
 
 class Channel:
@@ -36,21 +39,22 @@ class Channel:
 
     Attributes:
         capacity_bytes: what one half of the receive buffer holds; the same on all ranks.
-        epoch, targets, claimed, finished: device words of this rank: uses so far, what must have arrived, and counters
-            that are 0 between kernels.
-        arrived, consumed: [W] int32 words of this rank that peers write.
-        peer_buffers, peer_arrived, peer_consumed: [W] int64 addresses at each peer.
+        epoch, targets: device words of this rank: uses so far, what must have arrived.
+        claimed, placed, finished: counters that are 0 between kernels.
+        arrived, consumed, began: [W] int32 words of this rank that peers write.
+        peer_buffers, peer_arrived, peer_consumed, peer_began: [W] int64 addresses at each peer.
     """
 
     def __init__(self, pool: Pool, words: torch.Tensor, bases: list[int], first: int, own: torch.Tensor):
         size, rank = pool.peers.size, pool.peers.rank
         self._pool, self._buffer = pool, None
         self.capacity_bytes = 0
-        self.arrived, self.consumed = words[first : first + size], words[first + size : first + 2 * size]
-        self.peer_arrived = pool.addresses([base + 4 * (first + rank) for base in bases])
-        self.peer_consumed = pool.addresses([base + 4 * (first + size + rank) for base in bases])
+        self.arrived, self.consumed, self.began = words[first : first + PEER_WORDS * size].split(size)
+        self.peer_arrived, self.peer_consumed, self.peer_began = (
+            pool.addresses([base + 4 * (first + i * size + rank) for base in bases]) for i in range(PEER_WORDS)
+        )
         self.peer_buffers = pool.addresses([0] * size)
-        self.epoch, self.claimed, self.finished, self.targets = own.split([1, 1, 1, size])
+        self.epoch, self.claimed, self.placed, self.finished, self.targets = own.split([1] * OWN_WORDS + [size])
 
     @property
     def received(self) -> int:
@@ -86,11 +90,10 @@ class Pool:
         records, tokens, returns, scalars: the channels.
         ready: [W] int32 words of this rank that peers write; peer_ready, peer_counts: [W] int64 addresses.
         counts_stride: words of one rank's counts.
-        host_counts, host_ready: host memory that the layout's kernel writes.
-        panel_done: [max panels] int32, counts finished tiles, see ``csrc/expert_gemm.cuh``.
+        host_counts, host_failure, host_ready: host memory that the layout's kernel writes.
         claimed_items: [1] int32, 0 between kernels.
         signals: ready signals of this rank's own tiles.
-        failure: [5] int32 on the host, filled by a kernel whose deadline passed.
+        failure: [5] int32, filled by a kernel whose deadline passed.
         stream: where couriers with SMs of their own run, of high priority.
     """
 
@@ -101,21 +104,21 @@ class Pool:
             self.stream = torch.cuda.Stream(device, priority=-1)
             self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
         size = peers.size
-        own_sizes = [3 + size] * CHANNELS + [1, op.MAX_PANELS]
+        own_sizes = [OWN_WORDS + size] * CHANNELS + [1, op.FAILURE_WORDS]
         own = torch.zeros(sum(own_sizes), dtype=torch.int32, device=device).split(own_sizes)
-        self.claimed_items, self.panel_done = own[CHANNELS:]
+        self.claimed_items, self.failure = own[CHANNELS:]
         self.counts_stride = op.MAX_EXPERTS + size + MIN_COUNTS_STRIDE
-        words, bases = self.allocate((2 * CHANNELS + 1) * size + GENERATIONS * size * self.counts_stride, torch.int32)
+        first = PEER_WORDS * CHANNELS * size
+        words, bases = self.allocate(first + size + GENERATIONS * size * self.counts_stride, torch.int32)
         words.zero_()
-        self.channels = [Channel(self, words, bases, 2 * size * i, own[i]) for i in range(CHANNELS)]
+        self.channels = [Channel(self, words, bases, PEER_WORDS * size * i, own[i]) for i in range(CHANNELS)]
         self.records, self.tokens, self.returns, self.scalars = self.channels
-        first = 2 * CHANNELS * size
         self.ready = words[first : first + size]
         self.peer_ready = self.addresses([base + 4 * (first + peers.rank) for base in bases])
         self.peer_counts = self.addresses([base + 4 * (first + size) for base in bases])
         self.host_counts = torch.zeros(size * self.counts_stride, dtype=torch.int32, pin_memory=on_gpu)
         self.host_ready = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
-        self.failure = torch.zeros(5, dtype=torch.int32, pin_memory=on_gpu)
+        self.host_failure = torch.zeros(op.FAILURE_WORDS, dtype=torch.int32, pin_memory=on_gpu)
         self.signals = torch.zeros(0, dtype=torch.int32, device=device)
         # Nobody may write into a peer's words before it has cleared them.
         self.meet()

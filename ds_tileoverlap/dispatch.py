@@ -35,47 +35,28 @@ def by_row(received: torch.Tensor, plan: Plan) -> torch.Tensor:
     return rows.index_put((plan.choice_rows[ours].long(),), received[ours])
 
 
-def expand_rows(arrived: torch.Tensor, x: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Expert rows [R, H] of the rows that came from other ranks [U - own, H] and of this rank's own tokens [T, H].
+def place_own_rows(x: torch.Tensor, plan: Plan, rows: torch.Tensor) -> None:
+    """Writes this rank's own tokens [T, H] to their places among its expert rows [R, H], and nothing else.
 
-    With received rows ``a b`` of which the second is this rank's token ``t``, so that only ``a`` has arrived, and row
-    sources ``[1, 0, 1]``: ``[t, a, t]``.
+    With received rows ``a b`` of which the second is this rank's token ``t``, and choice rows ``[[1, -1], [2, 0]]``:
+    rows 0 and 2 become ``t``.
     """
-    rank = plan.peers.rank
-    own_first, own_sent = sum(plan.recv_splits[:rank]), sum(plan.send_splits[:rank])
-    own = plan.sent_tokens[own_sent : own_sent + plan.send_splits[rank]]
-    x = x.to(arrived.dtype)
-    if not kernels.use_triton(arrived):
-        received = torch.cat([arrived[:own_first], x[own.long()], arrived[own_first:]])
-        return received.index_select(0, plan.row_sources)
-    rows = arrived.new_empty(plan.row_sources.numel(), x.shape[1])
-    if rows.numel():
-        x = x.contiguous()
-        _expand_rows_kernel[(rows.shape[0],)](
-            arrived,
-            x,
-            own,
-            plan.row_sources,
-            rows,
-            own_first,
-            own_first + own.numel(),
-            rows.shape[1],
-            BLOCK=min(kernels.power_of_2(rows.shape[1]), 2048),
-        )
-    return rows
+    tokens, places = plan.sent_tokens[plan.own_sent], plan.choice_rows[plan.own_received]
+    if not kernels.use_triton(rows):
+        own, choices = (places >= 0).nonzero(as_tuple=True)
+        rows[places[own, choices].long()] = x[tokens[own].long()]
+    elif tokens.numel():
+        block = min(kernels.power_of_2(x.shape[1]), 2048)
+        _place_own_rows_kernel[(tokens.numel(),)](x, tokens, places, rows, places.shape[1], x.shape[1], BLOCK=block)
 
 
-@triton.jit(do_not_specialize=["own_first", "own_end"])
-def _expand_rows_kernel(arrived, x, own, sources, rows, own_first, own_end, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    source = tl.load(sources + row)
-    # 1 where the row never left its rank, else 0; loads of the other kind have empty masks.
-    is_own = tl.where(source >= own_first, 1, 0) * tl.where(source < own_end, 1, 0)
-    one = tl.arange(0, 1)
-    token = tl.sum(tl.load(own + is_own * (source - own_first) + one, one < is_own, other=0), 0).to(tl.int64)
-    place = tl.where(source < own_first, source, source - (own_end - own_first)).to(tl.int64)
+@triton.jit
+def _place_own_rows_kernel(x, tokens, places, rows, num_choices, width, BLOCK: tl.constexpr):
+    own = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + own).to(tl.int64)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        mine = tl.load(x + token * width + column, column < width * is_own, other=0.0)
-        theirs = tl.load(arrived + place * width + column, column < width * (1 - is_own), other=0.0)
-        tl.store(rows + row * width + column, tl.where(is_own > 0, mine, theirs), column < width)
+        value = tl.load(x + token * width + column, column < width)
+        for choice in range(num_choices):
+            row = tl.load(places + own * num_choices + choice).to(tl.int64)
+            tl.store(rows + row * width + column, value, (column < width) & (row >= 0))

@@ -96,6 +96,18 @@ class Plan:
         return self.sends[:, self.peers.rank].tolist()
 
     @cached_property
+    def own_sent(self) -> slice:
+        """The sent rows that go to this rank itself."""
+        first = sum(self.send_splits[: self.peers.rank])
+        return slice(first, first + self.send_splits[self.peers.rank])
+
+    @cached_property
+    def own_received(self) -> slice:
+        """The received rows that come from this rank itself."""
+        first = sum(self.recv_splits[: self.peers.rank])
+        return slice(first, first + self.recv_splits[self.peers.rank])
+
+    @cached_property
     def all_can_overlap(self) -> bool:
         """Whether every rank of the group said so; the same answer on each of them."""
         return not self.counts.numpy()[:, -1].any()

@@ -4,13 +4,14 @@
     backward   { dispatch(dY) => expert_gemm: d hidden } -> { expert_gemm: d rows => return } -> weights -> combine: sum
 
 Each pair in braces is one kernel: two spare warps of every CTA of the GEMM, the couriers, carry rows while the others
-multiply. Rows for this rank's own tokens are read where they lie, and computed while the others are on their way.
+multiply. The rows of this rank's own tokens are computed while the others are on their way.
 Whether the backend can run is decided by the whole group: what a machine cannot do once, when the group is first used;
 what a layer cannot do in every forward, with a word in the exchanged counts.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,15 +19,14 @@ import torch
 from . import sequential
 from .activation import weighted_hidden
 from .config import TileOverlapConfig
-from .dispatch import expand_rows
-from .expert_form import ExpertForm
 from .expert_gemm import SlotGrads, activation_backward, add_expert_bias_, down_grads, input_grads
 from .expert_weights import ExpertWeights, expert_weights
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
 from .overlap_group import Group
-from .overlap_stages import Operand, Run, project_arriving, return_tiles, return_while_computed, scalar_return
+from .overlap_stages import Operand, Run, ScalarReturn, project_arriving, return_while_computed
+from .schedule import ARRIVALS
 from .stages import Stages
 
 # A courier finds the rows of a sum in the lanes of its warp.
@@ -66,57 +66,46 @@ def routed_experts(
     anchor = x.new_empty(0, requires_grad=torch.is_grad_enabled())
     dtype, parameters = sequential.compute_dtype(x), experts.parameters()
     layout = experts.weight_layout(parameters, dtype)
-    run = Run(group, config, experts.maps)
+    run = Run(group, config, experts.maps, plan, x.shape[1] * dtype.itemsize)
     return sequential.apply_without_look(
         _OverlappedMLP, x, weights, anchor, layout, plan, dtype, stages, run, *parameters
     )
 
 
 class _OverlappedMLP(sequential.RoutedMLP):
-    """:class:`sequential.RoutedMLP` with other stages. It keeps the rows that arrived, not what they expand to."""
+    """:class:`sequential.RoutedMLP` with other stages."""
 
     @staticmethod
     @without_autocast
     def forward(ctx, x, weights, anchor, layout, plan, dtype, stages, run, *parameters):
         tokens = x.detach().to(dtype).contiguous()
         stacks = expert_weights(layout, parameters, dtype)
-        form, needs = layout.form, any(ctx.needs_input_grad)
+        form, overlaps_backward = layout.form, any(ctx.needs_input_grad) and run.overlaps_backward
+        inputs = [Operand(f"input {i}", stack, transposed=False) for i, stack in enumerate(stacks.inputs)]
+        down = Operand("down", stacks.down, transposed=False)
+        gemms = {(operand.width, ARRIVALS) for operand in inputs} | {(down.width, plan.returns)}
+        if overlaps_backward:
+            gemms.add((replace(down, transposed=True).width, ARRIVALS))
+        run.prepare(plan, gemms)
         with stages("expert_gemm"):
-            inputs = [Operand(f"input {i}", stack, transposed=False) for i, stack in enumerate(stacks.inputs)]
-            pre_activations, kept = project_arriving(tokens, inputs, plan, run, keep=needs)
+            pre_activations, rows = project_arriving(tokens, inputs, plan, run)
             gate, up = stacks.split(pre_activations, 1)
             for name, part in ((form.gate, gate), (form.up, up)):
                 if name in stacks.biases:
                     add_expert_bias_(part, stacks.biases[name], plan)
             hidden = weighted_hidden(gate, up, plan.row_weights, form.act)
-        down = Operand("down", stacks.down, transposed=False)
-        tiles = return_tiles(down.width, dtype, plan, run)
-        output = return_while_computed([(hidden, down)], tiles, plan, run, stages)
+        output = return_while_computed([(hidden, down)], plan, run, stages)
+        run_backward = partial(backward, run=run) if overlaps_backward else sequential.backward
         sequential.RoutedMLP.keep(
-            ctx, x, weights, kept, plan, pre_activations, layout, stages, parameters, _backward_of(run)
+            ctx, x, weights, rows, plan, pre_activations, layout, stages, parameters, run_backward
         )
         return output
-
-
-def _backward_of(run: Run):
-    """The backward that the config asks for, as :func:`sequential.backward` from the rows that arrived."""
-
-    def expanded(grad, x, kept, plan, pre_activations, stacks, wanted, stages):
-        rows = expand_rows(kept, x, plan) if input_weights(stacks.layout.form) & wanted else None
-        return sequential.backward(grad, x, rows, plan, pre_activations, stacks, wanted, stages)
-
-    return partial(backward, run=run) if run.overlaps_backward else expanded
-
-
-def input_weights(form: ExpertForm) -> set[tuple[str, str]]:
-    """The weights whose gradients need the expert rows."""
-    return {(name, "weight") for name in form.projections[:-1]}
 
 
 def backward(
     grad: torch.Tensor,
     x: torch.Tensor,
-    kept: torch.Tensor,
+    rows: torch.Tensor,
     plan: Plan,
     pre_activations: list[torch.Tensor],
     stacks: ExpertWeights,
@@ -124,38 +113,30 @@ def backward(
     stages: Stages,
     run: Run,
 ) -> tuple[torch.Tensor, torch.Tensor, SlotGrads]:
-    """The stages of backward; arguments and results as in :func:`sequential.backward`."""
+    """The stages of backward; arguments and results as of :func:`sequential.backward`."""
     form = stacks.layout.form
-    grad = grad.contiguous()
-    of_down, found = (form.down, "weight") in wanted, {}
+    down = Operand("down back", stacks.down, transposed=True)
     with stages("expert_gemm backward"):
-        down = Operand("down back", stacks.down, transposed=True)
-        (grad_hidden,), kept_grad = project_arriving(grad, [down], plan, run, keep=of_down)
+        (grad_hidden,), grad_rows = project_arriving(grad.contiguous(), [down], plan, run)
         grad_row_weights, grad_pre_activations, hidden = activation_backward(
-            grad_hidden, plan.row_weights, pre_activations, stacks, keep_hidden=of_down
+            grad_hidden, plan.row_weights, pre_activations, stacks, keep_hidden=(form.down, "weight") in wanted
         )
         del grad_hidden
-    tiles = return_tiles(grad.shape[1], grad.dtype, plan, run)
-    scalars = scalar_return(grad_row_weights, tiles, plan, run)
-    run.op.scalars(collects=False, **scalars)
+    scalars = ScalarReturn(grad_row_weights, run.tiles(down.width, ARRIVALS), plan, run)
+    found: SlotGrads = {}
 
     def weight_gradients() -> None:
-        nonlocal hidden, kept_grad
+        nonlocal hidden, grad_rows
         with stages("expert_gemm weight gradients"):
-            if of_down:
-                found.update(
-                    down_grads(expand_rows(kept_grad, grad, plan), hidden, plan.row_weights, form, plan, wanted)
-                )
-            hidden = kept_grad = None
-            rows = expand_rows(kept, x, plan) if input_weights(form) & wanted else None
+            found.update(down_grads(grad_rows, hidden, plan.row_weights, form, plan, wanted))
+            hidden = grad_rows = None
             found.update(input_grads(grad_pre_activations, rows, stacks, plan, wanted))
 
     pairs = [
         (part, Operand(f"input {i} back", stack, transposed=True))
         for i, (part, stack) in enumerate(zip(grad_pre_activations, stacks.inputs))
     ]
-    grad_x = return_while_computed(pairs, tiles, plan, run, stages, meanwhile=weight_gradients)
+    grad_x = return_while_computed(pairs, plan, run, stages, meanwhile=weight_gradients)
     with stages("dispatch backward"):
-        grad_weights = torch.empty_like(plan.slots, dtype=torch.float32)
-        run.op.scalars(collects=True, **{**scalars, "results": grad_weights.data_ptr()})
+        grad_weights = scalars.collect()
     return grad_x.to(x.dtype), grad_weights, found

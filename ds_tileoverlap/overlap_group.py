@@ -114,16 +114,21 @@ _WAITS = {
     3: "rows from rank {peer} did not arrive",
     4: "the counts of rank {peer} did not come",
     5: "routes from rank {peer} did not arrive",
+    6: "rank {peer} did not begin the same exchange",
+    7: "rows that had arrived were not put in place",
 }
 
 
-def check_failure(pool: Pool, peers: Peers) -> None:
+def check_failure(failure: torch.Tensor, peers: Peers) -> None:
     """Raises where a kernel of an earlier call gave up waiting.
+
+    Args:
+        failure: of the Pool; its copy on the host, where the device shall not be waited for.
 
     Raises:
         PeerError: names the rank and what was waited for.
     """
-    kind, peer, place, expected, seen = pool.failure.tolist()
+    kind, peer, place, expected, seen = failure.tolist()
     if kind:
         what = _WAITS[kind].format(peer=peers.ranks[peer] if 0 <= peer < peers.size else "?")
         raise PeerError(
@@ -139,46 +144,59 @@ def _load_kernels(op, pool: Pool) -> None:
     stream = torch.cuda.current_stream(device).cuda_stream
     nothing = torch.zeros(64, dtype=torch.int32, device=device)
     zero, failure = nothing.data_ptr(), pool.failure.data_ptr()
-    operand = torch.zeros(64, 64, dtype=torch.float16, device=device)
-    no_rows = op.Gather(
-        sources=zero, own_first=0, own_end=0, own_tokens=zero, tokens=zero, received=zero, generation_bytes=0,
-        arrived=zero, targets=zero, epoch=zero, num_peers=0, failure=failure, limit_ns=NS,
+    operand = torch.zeros(64, 64, dtype=torch.float16, device=device).data_ptr()
+    channel = dict(
+        epoch=zero, arrived=zero, targets=zero, consumed=zero, peer_buffers=zero, peer_arrived=zero, peer_consumed=zero,
+        received=zero, generation_bytes=0, failure=failure, limit_ns=NS,
     )  # fmt: skip
-    nothing_to_carry = _no_errand(op, zero, failure, pool.returns.claimed.data_ptr())
+    counters = dict(claimed=pool.returns.claimed.data_ptr(), finished=pool.returns.finished.data_ptr())
+
+    def of_channel(*names: str) -> dict[str, int]:
+        return {name: channel[name] for name in (*names, "epoch", "generation_bytes", "failure", "limit_ns")}
+
+    # Sums of no rows, and no rows to put in place: the couriers find out that there is nothing to do.
+    courier = op.Courier(
+        errand=op.RETURN_SUMS, rows=zero, row_bytes=16, num_peers=1, rank=0, segments=zero, num_segments=zero,
+        index=zero, num_choices=1, runs=zero, num_panels=1, panel_bytes=16, claimed=counters["claimed"],
+        **of_channel("peer_buffers", "peer_arrived", "consumed"),
+    )  # fmt: skip
+    arrivals = op.Arrivals(
+        rows=operand, row_bytes=128, sources=zero, own_first=0, own_end=0, segments=zero, num_segments=zero,
+        missing=zero, num_peers=0, **{**counters, "claimed": pool.returns.placed.data_ptr()},
+        **of_channel("received", "arrived", "targets", "peer_consumed"),
+    )  # fmt: skip
     for is_half in (False, True):
         for transposed in (False, True):
-            for gather in (op.Gather(), no_rows):
-                op.expert_gemm(
-                    a=operand.data_ptr(), b_maps=zero, c=operand.data_ptr(), items=zero, num_items=zero,
-                    claimed=pool.claimed_items.data_ptr(), signals=0, epoch=zero, panel_done=0, panel_tiles=1,
-                    num_rows=64, n=64, k=64, is_half=is_half, b_is_transposed=transposed, num_sms=2,
-                    courier=nothing_to_carry, gather=gather, stream=stream,
-                )  # fmt: skip
-        op.run_couriers(courier=nothing_to_carry, is_half=is_half, num_sms=2, stream=stream)
+            op.expert_gemm(
+                a=operand, b_maps=zero, c=operand, items=zero, num_items=zero, claimed=pool.claimed_items.data_ptr(),
+                num_rows=64, n=64, k=64, is_half=is_half, b_is_transposed=transposed, num_sms=2, courier=courier,
+                arrivals=arrivals, stream=stream,
+            )  # fmt: skip
+        op.run_couriers(courier=courier, arrivals=arrivals, is_half=is_half, num_sms=2, stream=stream)
         op.sum_slots(
-            received=zero, local=zero, slots=zero, sums=zero, arrived=zero, targets=zero, epoch=zero,
-            peer_consumed=zero, finished=pool.returns.finished.data_ptr(), failure=failure, generation_bytes=0,
-            limit_ns=NS, num_tokens=0, num_choices=1, width=8, num_peers=0, is_half=is_half, num_sms=1, stream=stream,
+            local=zero, slots=zero, sums=zero, num_tokens=0, num_choices=1, width=8, num_peers=0, is_half=is_half,
+            num_sms=1, finished=counters["finished"], stream=stream,
+            **of_channel("received", "arrived", "targets", "peer_consumed"),
         )  # fmt: skip
+    op.begin(
+        counts=zero, counts_stride=0, num_ranks=1, rank=0, num_experts=0, what=op.TOKENS_OUT, row_bytes=16,
+        epoch=operand, targets=zero, peer_began=zero, failure=failure, limit_ns=NS, stream=stream,
+    )  # fmt: skip
     op.place(
         experts=zero, weights=zero, block_counts=zero, bases=zero, num_tokens=0, num_choices=1, num_experts=1,
         num_ranks=1, rank=0, returns_sums=False, sent_tokens=zero, choice_slots=zero, token_slots=zero, slots=zero,
-        peer_buffers=zero, generation_bytes=0, peer_arrived=zero, peer_consumed=zero, epoch=zero, failure=failure,
-        limit_ns=NS, stream=stream,
+        stream=stream, **of_channel("peer_buffers", "peer_arrived", "consumed"),
     )  # fmt: skip
     op.receive(
-        buffer=zero, generation_bytes=0, num_received=0, num_choices=1, num_ranks=0, num_experts=0, rank=0, counts=zero,
-        choice_rows=zero, row_sources=zero, row_weights=zero, row_offsets=zero, arrived=zero, targets=zero, epoch=zero,
-        peer_read=zero, finished=pool.records.finished.data_ptr(), failure=failure, limit_ns=NS, stream=stream,
+        num_received=0, num_choices=1, num_ranks=0, num_experts=0, rank=0, counts=zero, choice_rows=zero,
+        row_sources=zero, row_weights=zero, row_offsets=zero, finished=counters["finished"], stream=stream,
+        **of_channel("received", "arrived", "targets", "peer_consumed"),
     )  # fmt: skip
+    scalars = dict(
+        values=zero, index=zero, runs=zero, choice_slots=zero, slots=zero, own_first=0, own_end=0, num_tokens=0,
+        num_choices=1, num_peers=0, finished=counters["finished"], stream=stream,
+        **of_channel("received", "arrived", "targets", "consumed", "peer_buffers", "peer_arrived", "peer_consumed"),
+    )  # fmt: skip
+    op.send_scalars(**scalars)
+    op.collect_scalars(**scalars)
     torch.cuda.synchronize(device)
-
-
-def _no_errand(op, zero: int, failure: int, claimed: int):
-    """Sums of no rows: the couriers find out that there is nothing to do."""
-    return op.Courier(
-        errand=op.RETURN_SUMS, rows=zero, row_bytes=16, num_peers=1, rank=0, segments=zero, num_segments=zero,
-        signals=zero, signals_per_band=2, index=zero, num_choices=1, sum_runs=zero, panel_done=0, panel_targets=zero,
-        num_panels=1, panel_bytes=16, peer_buffers=zero, peer_arrived=zero, peer_consumed=zero, generation_bytes=0,
-        epoch=zero, claimed=claimed, failure=failure, limit_ns=NS,
-    )  # fmt: skip

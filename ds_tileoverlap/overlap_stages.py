@@ -1,7 +1,7 @@
 """The two fused stages of the overlap backend, each one kernel and what it needs: rows that arrive are multiplied, and
 rows that are made return.
 
-    project_arriving        dispatch => expert_gemm     couriers send this rank's tokens; tiles of rows from others wait
+    project_arriving        dispatch => expert_gemm     couriers send this rank's tokens and put in place what arrives
     return_while_computed   expert_gemm => combine      couriers carry finished tiles home, as rows or as sums
 """
 
@@ -14,25 +14,42 @@ import torch
 
 from .buffer import Channel
 from .config import TileOverlapConfig
+from .dispatch import place_own_rows
 from .layout import Plan
 from .overlap_group import NS, Group
-from .schedule import TILE_N, Returns, Schedule, tile_schedule
+from .schedule import ARRIVALS, TILE_N, Returns, Schedule, schedules
 from .stages import Stages
 from .symmetric_layout import rows_to_receive
 from .weight_maps import WeightMaps
 
 
 class Run:
-    """What the kernels of one layer's forward and backward need beside its tensors."""
+    """What the kernels of one layer's forward and backward need beside its tensors.
 
-    def __init__(self, group: Group, config: TileOverlapConfig, maps: WeightMaps):
-        self.group, self.op, self.pool, self._maps = group, group.op, group.pool, maps
+    Args:
+        row_bytes: of a hidden row.
+    """
+
+    def __init__(self, group: Group, config: TileOverlapConfig, maps: WeightMaps, plan: Plan, row_bytes: int):
+        self.group, self.op, self.pool, self.row_bytes = group, group.op, group.pool, row_bytes
+        self._maps = maps
+        self._schedules: dict[tuple[int, Returns], Schedule] = {}
         self.comm_sms = 0 if config.comm_sms == "auto" else config.comm_sms
         self.overlaps_dispatch, self.overlaps_backward = config.overlap_dispatch, config.overlap_backward
+        self.limit_ns = int(plan.peers.timeout_s * NS)
 
     def maps(self, operand: Operand, dtype: torch.dtype) -> torch.Tensor:
         """The table through which the GEMM reads the operand."""
         return self._maps.of(self.op, operand.name, operand.stack, dtype, operand.transposed)
+
+    def prepare(self, plan: Plan, gemms: set[tuple[int, Returns]]) -> None:
+        """Computes the schedules of GEMMs with so many columns whose rows return so, all at once."""
+        ordered = sorted(gemms, key=lambda gemm: (gemm[1].local_first, gemm[0]))
+        found = schedules(self.op, plan, [(n, self.row_bytes, returns) for n, returns in ordered])
+        self._schedules = dict(zip(ordered, found))
+
+    def tiles(self, n: int, returns: Returns) -> Schedule:
+        return self._schedules[n, returns]
 
 
 @dataclass(frozen=True)
@@ -56,64 +73,59 @@ class Operand:
 
 
 def project_arriving(
-    tokens: torch.Tensor, operands: list[Operand], plan: Plan, run: Run, keep: bool
+    tokens: torch.Tensor, operands: list[Operand], plan: Plan, run: Run
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Sends this rank's tokens to their experts and multiplies what arrives, this rank's own rows first.
 
     Args:
         tokens: [T, K], contiguous.
-        keep: whether the rows that arrived are wanted.
 
     Returns:
-        For each operand [R, its width], and the rows from other ranks [.., K], grouped by rank (none if not wanted).
+        For each operand [R, its width], and the expert rows [R, K].
     """
-    channel = run.pool.tokens
-    # Couriers and the GEMM read 16 bytes at a time; a view may begin anywhere.
+    op, channel, stream = run.op, run.pool.tokens, current_stream(tokens).cuda_stream
+    # Couriers read 16 bytes at a time; a view may begin anywhere.
     tokens = tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
-    row_bytes = tokens.shape[1] * tokens.element_size()
-    arriving = plan.remote_sends.sum(0)
-    channel.reserve(int(arriving.max()) * row_bytes, 2 * int(arriving.max()) * row_bytes)
-    kept = tokens.new_empty(int(arriving[plan.peers.rank]) if keep else 0, tokens.shape[1])
+    arriving = int(plan.remote_sends.sum(0).max()) * run.row_bytes
+    channel.reserve(arriving, 2 * arriving)
+    rows = tokens.new_empty(plan.row_sources.numel(), tokens.shape[1])
+    place_own_rows(tokens, plan, rows)
+    tiles = run.tiles(operands[0].width, ARRIVALS)
+    missing = begin(run, channel, plan, op.TOKENS_OUT, run.row_bytes, tiles.band_parts)
+    courier, arrivals = token_courier(run, plan, tiles, tokens), arrivals_of(run, plan, tiles, rows, missing)
+    carried = dict(courier=courier, arrivals=arrivals)
+    if not run.overlaps_dispatch:
+        is_half = tokens.dtype == torch.float16
+        op.run_couriers(**carried, is_half=is_half, num_sms=run.group.num_sms, stream=stream)
+        carried = {}
     results = []
-    begin(run, channel, plan, run.op.TOKENS_OUT, row_bytes)
-    for i, operand in enumerate(operands):
-        tiles = tile_schedule(run.group, plan, operand.width, row_bytes, ARRIVALS, local_first=True)
-        # The first operand's kernel sends this rank's tokens; the next ones find everything in place.
-        courier = token_courier(run, plan, tiles, tokens, row_bytes) if i == 0 else run.op.Courier()
-        if i == 0 and not run.overlaps_dispatch:
-            is_half, stream = tokens.dtype == torch.float16, current_stream(tokens).cuda_stream
-            run.op.run_couriers(courier=courier, is_half=is_half, num_sms=run.group.num_sms, stream=stream)
-            courier = run.op.Courier()
-        rows = tokens.new_empty(plan.row_sources.numel(), operand.width)
-        gather = gather_of(run, plan, tokens)
-        multiply(run, tiles, rows, run.maps(operand, tokens.dtype), tokens.shape[1], courier, operand, gather=gather)
-        results.append(rows)
-    run.op.keep_rows(
-        received=channel.received,
-        generation_bytes=channel.capacity_bytes,
-        epoch=channel.epoch.data_ptr(),
-        kept=kept.data_ptr(),
-        num_bytes=kept.numel() * kept.element_size(),
-        peer_consumed=channel.peer_consumed.data_ptr(),
-        finished=channel.finished.data_ptr(),
-        num_peers=plan.peers.size,
-        num_sms=run.group.num_sms,
-        stream=current_stream(tokens).cuda_stream,
-    )
-    return results, kept
+    for operand in operands:
+        result = tokens.new_empty(rows.shape[0], operand.width)
+        multiply(run, run.tiles(operand.width, ARRIVALS), [(rows, operand)], result, **carried)
+        results.append(result)
+        # The first operand's kernel sends and receives; the next ones find everything in place.
+        carried = {}
+    return results, rows
 
 
 def current_stream(tensor: torch.Tensor) -> torch.cuda.Stream:
     return torch.cuda.current_stream(tensor.device)
 
 
-# How tokens go out: whole rows, packed, in one panel.
-ARRIVALS = Returns(sums=True, aligns_owners=False, bands_per_segment=1, num_panels=1)
+def begin(
+    run: Run, channel: Channel, plan: Plan, what: int, row_bytes: int, to_do: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Starts a use of a channel: the next epoch, and how much must come from each peer.
 
+    Tokens go out only when every rank of the group is about to send them: a kernel that waits for them fills the GPU,
+    and a rank that is late may still need a collective that could not start beside it.
 
-def begin(run: Run, channel: Channel, plan: Plan, what: int, row_bytes: int) -> None:
-    """Starts a use of a channel: the next epoch, and how much must come from each peer."""
-    run.op.begin_return(
+    Returns:
+        Counters that show ``to_do`` [n].
+    """
+    left = torch.empty_like(to_do) if to_do is not None else None
+    counters = {} if to_do is None else dict(to_do=to_do.data_ptr(), left=left.data_ptr(), num_left=to_do.numel())
+    run.op.begin(
         counts=plan.device_counts.data_ptr(),
         counts_stride=plan.device_counts.shape[1],
         num_ranks=plan.peers.size,
@@ -123,33 +135,45 @@ def begin(run: Run, channel: Channel, plan: Plan, what: int, row_bytes: int) -> 
         row_bytes=row_bytes,
         epoch=channel.epoch.data_ptr(),
         targets=channel.targets.data_ptr(),
+        peer_began=channel.peer_began.data_ptr(),
+        began=channel.began.data_ptr() if what == run.op.TOKENS_OUT else 0,
+        failure=run.pool.failure.data_ptr(),
+        limit_ns=run.limit_ns,
         stream=current_stream(plan.device_counts).cuda_stream,
+        **counters,
+    )
+    return left
+
+
+def of_channel(run: Run, channel: Channel, *names: str) -> dict[str, int]:
+    """Arguments that every kernel which uses a channel needs, and the addresses of some of its words."""
+    return dict(
+        generation_bytes=channel.capacity_bytes,
+        epoch=channel.epoch.data_ptr(),
+        failure=run.pool.failure.data_ptr(),
+        limit_ns=run.limit_ns,
+        **{name: getattr(channel, name).data_ptr() for name in names},
     )
 
 
-def courier_of(run: Run, channel: Channel, plan: Plan, tiles: Schedule, rows: torch.Tensor, row_bytes: int, **errand):
+SENDING, RECEIVING = ("peer_buffers", "peer_arrived", "consumed"), ("arrived", "targets", "peer_consumed")
+
+
+def courier_of(run: Run, channel: Channel, plan: Plan, tiles: Schedule, rows: torch.Tensor, **errand):
     """A courier's instructions: what is common to all errands, and ``errand``."""
     return run.op.Courier(
         rows=rows.data_ptr(),
-        row_bytes=row_bytes,
+        row_bytes=run.row_bytes,
         num_peers=plan.peers.size,
         rank=plan.peers.rank,
         segments=tiles.segments.data_ptr(),
         num_segments=tiles.num_segments.data_ptr(),
-        panel_targets=tiles.panel_targets.data_ptr(),
-        peer_buffers=channel.peer_buffers.data_ptr(),
-        peer_arrived=channel.peer_arrived.data_ptr(),
-        peer_consumed=channel.consumed.data_ptr(),
-        generation_bytes=channel.capacity_bytes,
-        epoch=channel.epoch.data_ptr(),
-        claimed=channel.claimed.data_ptr(),
-        failure=run.pool.failure.data_ptr(),
-        limit_ns=int(plan.peers.timeout_s * NS),
+        **of_channel(run, channel, *SENDING, "claimed"),
         **errand,
     )
 
 
-def token_courier(run: Run, plan: Plan, tiles: Schedule, tokens: torch.Tensor, row_bytes: int):
+def token_courier(run: Run, plan: Plan, tiles: Schedule, tokens: torch.Tensor):
     """Tokens [T, H] to every rank that holds any of their experts, at once: nothing has to be computed before."""
     return courier_of(
         run,
@@ -157,109 +181,97 @@ def token_courier(run: Run, plan: Plan, tiles: Schedule, tokens: torch.Tensor, r
         plan,
         tiles,
         tokens,
-        row_bytes,
         errand=run.op.RETURN_SUMS,
-        signals=0,
-        signals_per_band=0,
         index=plan.sent_tokens.data_ptr(),
         num_choices=1,
-        sum_runs=tiles.send_runs.data_ptr(),
-        panel_done=0,
+        runs=tiles.send_runs.data_ptr(),
         num_panels=1,
-        panel_bytes=row_bytes,
+        panel_bytes=run.row_bytes,
     )
 
 
-def output_courier(run: Run, plan: Plan, tiles: Schedule, outputs: torch.Tensor, row_bytes: int):
+def output_courier(run: Run, plan: Plan, tiles: Schedule, outputs: torch.Tensor, left: torch.Tensor):
     """Expert outputs [R, H] to the owners of their tokens, as soon as the tiles that they lie in are ready."""
-    pool, returns = run.pool, plan.returns
-    element = outputs.element_size()
+    returns = plan.returns
+    waits = (
+        dict(errand=run.op.RETURN_SUMS, panel_left=left.data_ptr())
+        if returns.sums
+        else dict(
+            errand=run.op.RETURN_ROWS,
+            signals=run.pool.signals.data_ptr(),
+            signals_per_band=2 * -(-outputs.shape[1] // TILE_N),
+        )
+    )
     return courier_of(
         run,
-        pool.returns,
+        run.pool.returns,
         plan,
         tiles,
         outputs,
-        row_bytes,
-        errand=run.op.RETURN_SUMS if returns.sums else run.op.RETURN_ROWS,
-        signals=pool.signals.data_ptr(),
-        signals_per_band=2 * -(-outputs.shape[1] // TILE_N),
         index=plan.choice_rows.data_ptr(),
         num_choices=plan.top_k,
-        sum_runs=tiles.sum_runs.data_ptr(),
-        panel_done=pool.panel_done.data_ptr(),
+        runs=tiles.sum_runs.data_ptr(),
         num_panels=returns.num_panels,
-        panel_bytes=returns.panel_tiles(outputs.shape[1]) * TILE_N * element,
+        panel_bytes=returns.panel_tiles(outputs.shape[1]) * TILE_N * outputs.element_size(),
+        **waits,
     )
 
 
-def gather_of(run: Run, plan: Plan, tokens: torch.Tensor):
-    """Where the rows of operand A lie: tokens [T, K] of this rank, and those that arrive from others."""
-    channel, peers = run.pool.tokens, plan.peers
-    own_first, own_sent = sum(plan.recv_splits[: peers.rank]), sum(plan.send_splits[: peers.rank])
-    return run.op.Gather(
+def arrivals_of(run: Run, plan: Plan, tiles: Schedule, rows: torch.Tensor, missing: torch.Tensor):
+    """What arrives from peers is copied to its places among the expert rows [R, K]."""
+    channel = run.pool.tokens
+    return run.op.Arrivals(
+        rows=rows.data_ptr(),
+        row_bytes=run.row_bytes,
         sources=plan.row_sources.data_ptr(),
-        own_first=own_first,
-        own_end=own_first + plan.recv_splits[peers.rank],
-        own_tokens=plan.sent_tokens.data_ptr() + 4 * own_sent,
-        tokens=tokens.data_ptr(),
+        own_first=plan.own_received.start,
+        own_end=plan.own_received.stop,
+        segments=tiles.segments.data_ptr(),
+        num_segments=tiles.num_segments.data_ptr(),
+        missing=missing.data_ptr(),
         received=channel.received,
-        generation_bytes=channel.capacity_bytes,
-        arrived=channel.arrived.data_ptr(),
-        targets=channel.targets.data_ptr(),
-        epoch=channel.epoch.data_ptr(),
-        num_peers=peers.size,
-        failure=run.pool.failure.data_ptr(),
-        limit_ns=int(peers.timeout_s * NS),
+        claimed=channel.placed.data_ptr(),
+        num_peers=plan.peers.size,
+        **of_channel(run, channel, *RECEIVING, "finished"),
     )
 
 
 def multiply(
     run: Run,
     tiles: Schedule,
+    pairs: list[tuple[torch.Tensor, Operand]],
     result: torch.Tensor,
-    maps: torch.Tensor,
-    inner: int,
-    courier,
-    operand: Operand,
     **options,
 ) -> None:
-    """The expert GEMM: result [R, N] = rows [R, inner] times ``operand``, by the items of ``tiles``.
+    """The expert GEMM: result [R, N], the sum over one or two pairs of rows [R, K] times weights.
 
     Args:
-        options: ``a`` or ``gather``, where the rows lie; a second pair of operands; what is announced; the SMs.
+        tiles: which tiles it makes in which order.
+        options: what it carries, what it announces, the SMs that it takes.
     """
-    defaults = dict(a=0, gather=run.op.Gather(), num_sms=run.group.num_sms, signals=0, panel_done=0, panel_tiles=1)
+    (rows, operand), *second = pairs
+    for other, its_operand in second:
+        maps = run.maps(its_operand, rows.dtype)
+        options.update(a2=other.data_ptr(), b2_maps=maps.data_ptr(), k2=other.shape[1])
     run.op.expert_gemm(
-        b_maps=maps.data_ptr(),
+        a=rows.data_ptr(),
+        b_maps=run.maps(operand, rows.dtype).data_ptr(),
         c=result.data_ptr(),
         items=tiles.items.data_ptr(),
         num_items=tiles.num_items.data_ptr(),
         claimed=run.pool.claimed_items.data_ptr(),
-        epoch=run.pool.returns.epoch.data_ptr(),
         num_rows=result.shape[0],
         n=result.shape[1],
-        k=inner,
+        k=rows.shape[1],
         is_half=result.dtype == torch.float16,
         b_is_transposed=operand.transposed,
-        courier=courier,
         stream=current_stream(result).cuda_stream,
-        **{**defaults, **options},
+        **{"num_sms": run.group.num_sms, **options},
     )
-
-
-def return_tiles(width: int, dtype: torch.dtype, plan: Plan, run: Run) -> Schedule:
-    """The tiles of a GEMM with ``width`` columns whose rows return, and room for what comes back."""
-    row_bytes = width * dtype.itemsize
-    tiles = tile_schedule(run.group, plan, width, row_bytes, plan.returns)
-    run.pool.returns.reserve(*(count * row_bytes for count in rows_to_receive(plan)))
-    run.pool.reserve_signals(tiles.num_bands * -(-width // TILE_N) * 2)
-    return tiles
 
 
 def return_while_computed(
     pairs: list[tuple[torch.Tensor, Operand]],
-    tiles: Schedule,
     plan: Plan,
     run: Run,
     stages: Stages,
@@ -271,44 +283,33 @@ def return_while_computed(
 
     Args:
         pairs: one or two of rows [R, K] and weights, whose products are added.
-        tiles: of :func:`return_tiles`.
         meanwhile: queues work that runs while the last rows are on their way.
 
     Returns:
         [T, width].
     """
     op, pool, returns, comm_sms = run.op, run.pool, plan.returns, run.comm_sms
-    channel = pool.returns
-    (rows, operand), *others = pairs
+    channel, (rows, operand) = pool.returns, pairs[0]
     width, is_half, main = operand.width, rows.dtype == torch.float16, current_stream(rows)
-    row_bytes = width * rows.element_size()
+    tiles = run.tiles(width, returns)
+    channel.reserve(*(count * run.row_bytes for count in rows_to_receive(plan)))
+    pool.reserve_signals(tiles.num_bands * -(-width // TILE_N) * 2)
     outputs = rows.new_empty(rows.shape[0], width)
     sums = rows.new_empty(plan.slots.shape[0], width)
-    courier = output_courier(run, plan, tiles, outputs, row_bytes)
-    second = {}
-    for other, its_operand in others:
-        maps = run.maps(its_operand, rows.dtype)
-        second = dict(a2=other.data_ptr(), b2_maps=maps.data_ptr(), k2=other.shape[1])
     with stages("expert_gemm"):
-        begin(run, channel, plan, op.SUMS_HOME if returns.sums else op.ROWS_HOME, row_bytes)
+        what = op.SUMS_HOME if returns.sums else op.ROWS_HOME
+        left = begin(run, channel, plan, what, run.row_bytes, tiles.panel_tiles)
+        announced = (
+            dict(panel_left=left.data_ptr(), panel_tiles=returns.panel_tiles(width))
+            if returns.sums
+            else dict(signals=pool.signals.data_ptr(), epoch=channel.epoch.data_ptr())
+        )
+        courier = output_courier(run, plan, tiles, outputs, left)
         if comm_sms:
             pool.forked.record(main)
         # The GEMM first: it waits for nobody, so whatever happens to the couriers' start, nothing is held up.
-        multiply(
-            run,
-            tiles,
-            outputs,
-            run.maps(operand, rows.dtype),
-            rows.shape[1],
-            op.Courier() if comm_sms else courier,
-            operand,
-            a=rows.data_ptr(),
-            num_sms=run.group.num_sms - comm_sms,
-            signals=0 if returns.sums else pool.signals.data_ptr(),
-            panel_done=pool.panel_done.data_ptr() if returns.sums else 0,
-            panel_tiles=returns.panel_tiles(width),
-            **second,
-        )
+        carried = {} if comm_sms else {"courier": courier}
+        multiply(run, tiles, pairs, outputs, num_sms=run.group.num_sms - comm_sms, **announced, **carried)
         if comm_sms:
             pool.stream.wait_event(pool.forked)
             op.run_couriers(courier=courier, is_half=is_half, num_sms=comm_sms, stream=pool.stream.cuda_stream)
@@ -322,14 +323,6 @@ def return_while_computed(
             local=outputs.data_ptr(),
             slots=plan.slots.data_ptr(),
             sums=sums.data_ptr(),
-            arrived=channel.arrived.data_ptr(),
-            targets=channel.targets.data_ptr(),
-            epoch=channel.epoch.data_ptr(),
-            peer_consumed=channel.peer_consumed.data_ptr(),
-            finished=channel.finished.data_ptr(),
-            failure=pool.failure.data_ptr(),
-            generation_bytes=channel.capacity_bytes,
-            limit_ns=int(plan.peers.timeout_s * NS),
             num_tokens=sums.shape[0],
             num_choices=plan.slots.shape[1],
             width=width,
@@ -337,44 +330,45 @@ def return_while_computed(
             is_half=is_half,
             num_sms=run.group.num_sms,
             stream=main.cuda_stream,
+            **of_channel(run, channel, *RECEIVING, "finished"),
         )
     return sums
 
 
-def scalar_return(values: torch.Tensor, tiles: Schedule, plan: Plan, run: Run) -> dict[str, int]:
-    """Arguments of the operator's ``scalars``: one float32 a row [R] to the owners of the rows' tokens [T, k]."""
-    peers, channel = plan.peers, run.pool.scalars
-    record_bytes = -(-plan.top_k // 4) * 16
-    most = int(plan.remote_sends.sum(1).max()) * record_bytes
-    channel.reserve(most, 2 * most)
-    own_first = sum(plan.send_splits[: peers.rank])
-    return dict(
-        values=values.data_ptr(),
-        index=plan.choice_rows.data_ptr(),
-        sum_runs=tiles.sum_runs.data_ptr(),
-        choice_slots=plan.choice_slots.data_ptr(),
-        slots=plan.slots.data_ptr(),
-        own_first=own_first,
-        own_end=own_first + plan.send_splits[peers.rank],
-        results=0,
-        num_tokens=plan.slots.shape[0],
-        num_choices=plan.top_k,
-        num_peers=peers.size,
-        rank=peers.rank,
-        counts=plan.device_counts.data_ptr(),
-        counts_stride=plan.device_counts.shape[1],
-        num_experts=plan.num_experts,
-        epoch=channel.epoch.data_ptr(),
-        targets=channel.targets.data_ptr(),
-        received=channel.received,
-        generation_bytes=channel.capacity_bytes,
-        arrived=channel.arrived.data_ptr(),
-        consumed=channel.consumed.data_ptr(),
-        peer_buffers=channel.peer_buffers.data_ptr(),
-        peer_arrived=channel.peer_arrived.data_ptr(),
-        peer_consumed=channel.peer_consumed.data_ptr(),
-        finished=channel.finished.data_ptr(),
-        failure=run.pool.failure.data_ptr(),
-        limit_ns=int(peers.timeout_s * NS),
-        stream=current_stream(values).cuda_stream,
-    )
+class ScalarReturn:
+    """One float32 a row [R] goes to the owners of the rows' tokens: sent at once, collected later.
+
+    Args:
+        tiles: any schedule of this Plan.
+    """
+
+    def __init__(self, values: torch.Tensor, tiles: Schedule, plan: Plan, run: Run):
+        channel, record_bytes = run.pool.scalars, -(-plan.top_k // 4) * 16
+        most = int(plan.remote_sends.sum(1).max()) * record_bytes
+        channel.reserve(most, 2 * most)
+        self._run, self._like = run, plan.slots
+        self._arguments = dict(
+            values=values.data_ptr(),
+            index=plan.choice_rows.data_ptr(),
+            runs=tiles.sum_runs.data_ptr(),
+            choice_slots=plan.choice_slots.data_ptr(),
+            slots=plan.slots.data_ptr(),
+            own_first=plan.own_sent.start,
+            own_end=plan.own_sent.stop,
+            num_tokens=plan.slots.shape[0],
+            num_choices=plan.top_k,
+            num_peers=plan.peers.size,
+            received=channel.received,
+            stream=current_stream(values).cuda_stream,
+            **of_channel(run, channel, *SENDING, *RECEIVING, "finished"),
+        )
+        # What the addresses belong to.
+        self._kept = values, tiles, plan
+        begin(run, channel, plan, run.op.SUMS_HOME, record_bytes)
+        run.op.send_scalars(**self._arguments)
+
+    def collect(self) -> torch.Tensor:
+        """The scalars of each token's choices [T, k] float32, 0 for a dropped one."""
+        results = torch.empty_like(self._like, dtype=torch.float32)
+        self._run.op.collect_scalars(**self._arguments, results=results.data_ptr())
+        return results

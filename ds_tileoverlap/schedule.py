@@ -29,30 +29,35 @@ REMOTE = 0x8000
 
 @dataclass(frozen=True)
 class Schedule:
-    """Flat device arrays that the GEMM, the return and the sum read.
+    """Flat device arrays that the GEMM and its couriers read.
 
     Attributes:
+        n, row_bytes, returns: as given to :func:`schedules`.
         items: [.., 4] int32: first row, rows (1 to 256), expert | REMOTE | column tile << 16, band; in the order of
             computation.
         num_items: [1] int32.
         segments: [.., 8] int32: first row, rows, peer, row at the peer, first band, bands, parts before it, 0; one more
             than there are, of which only the parts before it count.
         num_segments: [1] int32.
+        panel_tiles: [panels] int32, tiles with remote rows in each panel; for sums that return.
+        band_parts: [bands + 1] int32, parts of :data:`PART_BYTES` of rows from peers in each band; for rows that arrive.
+            The last one counts for nothing: there is always one.
         sum_runs: [W - 1, 4] int32: first received row, rows, peer, row at the peer; for sums that return.
         send_runs: [W - 1, 4] int32: first sent row, rows, peer, row at the peer; for tokens that go out.
-        panel_targets: [panels] int32, what the panels' counters show when all their tiles with remote rows are done.
-        slot_bases: [E] int32, the slot of this rank's first route to each expert.
-        num_bands: an upper limit, for the ready signals.
+        num_bands: an upper limit.
     """
 
+    n: int
+    row_bytes: int
+    returns: Returns
     items: torch.Tensor
     num_items: torch.Tensor
     segments: torch.Tensor
     num_segments: torch.Tensor
+    panel_tiles: torch.Tensor
+    band_parts: torch.Tensor
     sum_runs: torch.Tensor
     send_runs: torch.Tensor
-    panel_targets: torch.Tensor
-    slot_bases: torch.Tensor
     num_bands: int
 
 
@@ -65,12 +70,14 @@ class Returns:
         aligns_owners: whether each owner's rows start a tile of their own.
         bands_per_segment: bands in one transfer of rows, but one at both ends.
         num_panels: groups of columns that are computed, summed and returned one after the other; 1 for rows.
+        local_first: whether tiles without remote rows are computed first instead of last: those with wait for arrivals.
     """
 
     sums: bool
     aligns_owners: bool
     bands_per_segment: int
     num_panels: int
+    local_first: bool = False
 
     def panel_tiles(self, n: int) -> int:
         """Column tiles of a panel: even where there are several, as the last band of an expert takes two at once."""
@@ -78,85 +85,71 @@ class Returns:
         return tiles if self.num_panels == 1 else -(-tiles // (2 * self.num_panels)) * 2
 
 
-def tile_schedule(group, plan: Plan, n: int, row_bytes: int, returns: Returns, local_first: bool = False) -> Schedule:
-    """Computes the :class:`Schedule` of one GEMM on the device, without waiting for it.
+# How tokens go out: whole rows, packed, in one panel.
+ARRIVALS = Returns(sums=True, aligns_owners=False, bands_per_segment=1, num_panels=1, local_first=True)
+
+
+def schedules(op, plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Schedule]:
+    """Computes the :class:`Schedule` of several GEMMs on the device at once, without waiting for it.
 
     Args:
-        group: the :class:`~ds_tileoverlap.overlap_group.Group`.
+        op: the compiled operator.
         plan: of this forward.
-        n: columns of the GEMM's result.
-        row_bytes: of a row that travels, a multiple of 16.
-        local_first: whether items without remote rows come first instead of last.
+        gemms: of each the columns of its result, the bytes of a row that travels (a multiple of 16), and how rows come
+            home or :data:`ARRIVALS`.
     """
-    op, device, size = group.op, plan.device_counts.device, plan.peers.size
-    routes = plan.routes[:, plan.peers.rank]
+    found = [_empty_schedule(plan, *gemm) for gemm in gemms]
+    op.schedule(
+        counts=plan.device_counts.data_ptr(),
+        counts_stride=plan.device_counts.shape[1],
+        num_ranks=plan.peers.size,
+        rank=plan.peers.rank,
+        num_experts=plan.num_experts,
+        tilings=[_tiling(op, schedule) for schedule in found],
+        stream=torch.cuda.current_stream(plan.device_counts.device).cuda_stream,
+    )
+    return found
+
+
+def _empty_schedule(plan: Plan, n: int, row_bytes: int, returns: Returns) -> Schedule:
+    routes, size = plan.routes[:, plan.peers.rank], plan.peers.size
     # Every run of rows with tiles of its own may end in a tile that is not full.
     num_bands = int((-(-(routes if returns.aligns_owners else routes.sum(0)) // BAND)).sum())
     most_items = num_bands * -(-n // TILE_N) + 1
     most_segments = int((routes // BAND + 2).sum())
-    items, count, segments, num_sent, sum_runs, send_runs, targets, bases = _words(
-        device,
+    words = _words(
+        plan.device_counts.device,
         most_items * ITEM_WORDS,
         1,
         most_segments * SEGMENT_WORDS,
         1,
-        size * SUM_RUN_WORDS,
-        size * SUM_RUN_WORDS,
         returns.num_panels,
-        plan.num_experts,
+        num_bands + 1,
+        size * SUM_RUN_WORDS,
+        size * SUM_RUN_WORDS,
     )
-    op.schedule(
-        counts=plan.device_counts.data_ptr(),
-        counts_stride=plan.device_counts.shape[1],
-        num_ranks=size,
-        rank=plan.peers.rank,
-        num_experts=plan.num_experts,
-        n=n,
-        row_bytes=row_bytes,
+    return Schedule(n, row_bytes, returns, *words, num_bands)
+
+
+def _tiling(op, schedule: Schedule):
+    returns = schedule.returns
+    return op.Tiling(
+        n=schedule.n,
+        row_bytes=schedule.row_bytes,
         aligns_owners=returns.aligns_owners,
         bands_per_segment=returns.bands_per_segment,
-        panel_tiles=returns.panel_tiles(n),
+        panel_tiles=returns.panel_tiles(schedule.n),
         num_panels=returns.num_panels,
-        panel_done=group.pool.panel_done.data_ptr(),
-        panel_targets=targets.data_ptr(),
-        sum_runs=sum_runs.data_ptr(),
-        send_runs=send_runs.data_ptr(),
-        local_first=local_first,
-        items=items.data_ptr(),
-        num_items=count.data_ptr(),
-        segments=segments.data_ptr(),
-        num_segments=num_sent.data_ptr(),
-        slot_bases=bases.data_ptr(),
-        stream=torch.cuda.current_stream(device).cuda_stream,
+        local_first=returns.local_first,
+        items=schedule.items.data_ptr(),
+        num_items=schedule.num_items.data_ptr(),
+        segments=schedule.segments.data_ptr(),
+        num_segments=schedule.num_segments.data_ptr(),
+        panel_tiles_to_do=schedule.panel_tiles.data_ptr(),
+        band_parts_to_do=schedule.band_parts.data_ptr() if returns.local_first else 0,
+        sum_runs=schedule.sum_runs.data_ptr(),
+        send_runs=schedule.send_runs.data_ptr(),
     )
-    return Schedule(items, count, segments, num_sent, sum_runs, send_runs, targets, bases, num_bands)
-
-
-def schedule_slots(op, plan: Plan, tiles: Schedule, experts: torch.Tensor, sums: bool) -> torch.Tensor:
-    """Where each choice's row is summed from, see :func:`plain_slots`.
-
-    Args:
-        op: the compiled operator.
-        experts: [T, k] int32 routes, -1 where dropped.
-        sums: whether one sum for each (token, rank) returns, instead of every row.
-    """
-    blocks = -(-experts.shape[0] // op.SLOT_TOKENS)
-    scratch, slots = experts.new_empty(blocks * plan.num_experts), torch.empty_like(experts)
-    own_first = sum(plan.send_splits[: plan.peers.rank])
-    op.slots(
-        experts=experts.data_ptr(),
-        slot_bases=tiles.slot_bases.data_ptr(),
-        token_slots=plan.token_slots.data_ptr() if sums else 0,
-        own_first=own_first,
-        own_end=own_first + plan.send_splits[plan.peers.rank],
-        block_counts=scratch.data_ptr(),
-        slots=slots.data_ptr(),
-        num_tokens=experts.shape[0],
-        num_choices=experts.shape[1],
-        num_experts=plan.num_experts,
-        stream=torch.cuda.current_stream(experts.device).cuda_stream,
-    )
-    return slots
 
 
 def _words(device: torch.device, *counts: int) -> Sequence[torch.Tensor]:
@@ -249,21 +242,6 @@ def _items_of_pairs(
             yield item(end - 1, column_tile)
 
 
-def plain_sum_runs(sends: np.ndarray, rank: int) -> list[tuple[int, int, int, int]]:
-    """(first received row, rows, peer, row at the peer) of the sums for each peer.
-
-    Args:
-        sends: [W, W] rows that each rank sends to each rank.
-
-    With 3 ranks that send ``[[5, 1, 2], [3, 9, 4], [7, 6, 8]]``, on rank 1: ``(10, 6, 2, 7)`` and ``(0, 1, 0, 0)``.
-    """
-    runs = []
-    for peer in _owners(rank, len(sends))[:-1]:
-        earlier = [r for r in range(rank) if r != peer]
-        runs.append((int(sends[:peer, rank].sum()), int(sends[peer, rank]), peer, int(sends[peer, earlier].sum())))
-    return runs
-
-
 def plain_segments(
     routes: np.ndarray, rank: int, row_bytes: int, aligns_owners: bool, bands_per_segment: int
 ) -> list[tuple[int, ...]]:
@@ -302,11 +280,11 @@ def plain_segments(
     return [*segments, (0, 0, 0, 0, 0, 0, parts)]
 
 
-def plain_send_runs(sends: np.ndarray, rank: int) -> list[tuple[int, int, int, int]]:
+def plain_runs(sends: np.ndarray, rank: int) -> list[tuple[int, int, int, int]]:
     """(first sent row, rows, peer, row at the peer) of the tokens for each peer.
 
     Args:
-        sends: [W, W] rows that each rank sends to each rank.
+        sends: [W, W] rows that each rank sends to each rank; transposed, the runs are those of the sums that return.
 
     With 3 ranks that send ``[[5, 1, 2], [3, 9, 4], [7, 6, 8]]``, on rank 1: ``(12, 4, 2, 2)`` and ``(0, 3, 0, 0)``.
     """
@@ -315,6 +293,20 @@ def plain_send_runs(sends: np.ndarray, rank: int) -> list[tuple[int, int, int, i
         earlier = [r for r in range(rank) if r != peer]
         runs.append((int(sends[rank, :peer].sum()), int(sends[rank, peer]), peer, int(sends[earlier, peer].sum())))
     return runs
+
+
+def plain_band_parts(segments: list[tuple[int, ...]], num_bands: int) -> list[int]:
+    """How many parts of rows from peers each band has.
+
+    Args:
+        segments: of :func:`plain_segments`, a band each, with the end mark.
+
+    Segments with 1, 1 and 2 parts in bands 0, 2 and 2 give ``[1, 0, 3]``.
+    """
+    parts = [0] * num_bands
+    for segment, after in zip(segments, segments[1:]):
+        parts[segment[4]] += after[6] - segment[6]
+    return parts
 
 
 def plain_slots(

@@ -70,6 +70,7 @@ def layout(
         counts=counts.data_ptr(),
         bases=bases.data_ptr(),
         host_counts=pool.host_counts.data_ptr(),
+        host_failure=pool.host_failure.data_ptr(),
         host_ready=pool.host_ready.data_ptr(),
         failure=pool.failure.data_ptr(),
         limit_ns=limit_ns,
@@ -79,7 +80,7 @@ def layout(
     limit_s = peers.timeout_s - WATCHDOG_MARGIN_S
     if not op.wait_for_change(word=pool.host_ready.data_ptr(), old_value=before & 0xFFFFFFFF, limit_s=limit_s):
         raise peer_error(peers, "layout", f"nothing came within {limit_s:.0f} s")
-    check_failure(pool, peers)
+    check_failure(pool.host_failure, peers)
     plan = Plan(peers, pool.host_counts[: size * row].clone().view(size, row), counts.view(size, row), *[None] * 7)
     returns = choose_returns(config, plan, row_bytes)
     num_received, num_rows = sum(plan.recv_splits), sum(plan.expert_counts)
@@ -111,14 +112,14 @@ def layout(
         slots=slots.data_ptr(),
         peer_buffers=records.peer_buffers.data_ptr(),
         peer_arrived=records.peer_arrived.data_ptr(),
-        peer_consumed=records.consumed.data_ptr(),
+        consumed=records.consumed.data_ptr(),
         **shared,
     )
     choice_rows = experts.new_empty(num_received, top_k)
     row_sources, row_offsets = experts.new_empty(num_rows), experts.new_empty(num_experts // size + 1)
     row_weights = weights.new_empty(num_rows)
     op.receive(
-        buffer=records.received,
+        received=records.received,
         num_received=num_received,
         num_choices=top_k,
         num_ranks=size,
@@ -131,7 +132,7 @@ def layout(
         row_offsets=row_offsets.data_ptr(),
         arrived=records.arrived.data_ptr(),
         targets=records.targets.data_ptr(),
-        peer_read=records.peer_consumed.data_ptr(),
+        peer_consumed=records.peer_consumed.data_ptr(),
         finished=records.finished.data_ptr(),
         **shared,
     )

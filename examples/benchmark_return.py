@@ -96,35 +96,24 @@ def run(shape: dict, comm_sms: list[int], panels: int, samples: int, device: tor
     def grouped_mm():
         return torch.nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=plan.row_offsets[1:])
 
+    def prepared(its_plan, num_sms: int = 0):
+        config = TileOverlapConfig(enabled=True, comm_sms=num_sms)
+        its_run = overlap_stages.Run(group, config, WeightMaps(), its_plan, hidden * 2)
+        its_run.prepare(its_plan, {(hidden, its_plan.returns)})
+        return its_run
+
     def overlapped(combine: str, num_sms: int, full: bool):
-        config = TileOverlapConfig(enabled=True, combine=combine, comm_sms=num_sms)
-        its_plan, its_run = plan_of(combine), overlap_stages.Run(group, config, WeightMaps())
+        its_plan = plan_of(combine)
         if combine == "sums":
             its_plan = dataclasses.replace(its_plan, returns=dataclasses.replace(its_plan.returns, num_panels=panels))
-        pair = [(rows, operand)]
-        tiles = overlap_stages.return_tiles(hidden, rows.dtype, its_plan, its_run)
+        its_run = prepared(its_plan, num_sms)
         # One token's sum still waits for all rows.
         timed = its_plan if full else dataclasses.replace(its_plan, slots=its_plan.slots[:1])
-
-        def step():
-            if combine == "sums":
-                # The counters of panels go on from use to use, the targets belong to one use.
-                fresh = overlap_stages.return_tiles(hidden, rows.dtype, its_plan, its_run)
-                return overlap_stages.return_while_computed(pair, fresh, timed, its_run, no_stages)
-            return overlap_stages.return_while_computed(pair, tiles, timed, its_run, no_stages)
-
-        return step
+        return lambda: overlap_stages.return_while_computed([(rows, operand)], timed, its_run, no_stages)
 
     def gemm_alone():
-        its_run = overlap_stages.Run(group, TileOverlapConfig(enabled=True), WeightMaps())
-        tiles = overlap_stages.return_tiles(hidden, rows.dtype, plan, its_run)
-        result, nothing = rows.new_empty(num_rows, hidden), group.op.Courier()
-        maps = its_run.maps(operand, rows.dtype)
-        return lambda: overlap_stages.multiply(its_run, tiles, result, maps, inner, nothing, operand, a=rows.data_ptr())
-
-    def schedule_alone():
-        its_run = overlap_stages.Run(group, TileOverlapConfig(enabled=True), WeightMaps())
-        return lambda: overlap_stages.return_tiles(hidden, rows.dtype, plan, its_run)
+        its_run, result = prepared(plan), rows.new_empty(num_rows, hidden)
+        return lambda: overlap_stages.multiply(its_run, its_run.tiles(hidden, plan.returns), [(rows, operand)], result)
 
     exact = return_rows(grouped_mm(), plan, "combine").float()
     arms = {
@@ -132,7 +121,6 @@ def run(shape: dict, comm_sms: list[int], panels: int, samples: int, device: tor
         "serial": lambda: dist.all_to_all_single(home, grouped_mm(), received, sent),
         "sequential": lambda: return_rows(grouped_mm(), plan, "combine"),
         "gemm": gemm_alone(),
-        "schedule": schedule_alone(),
     }
     errors = {}
     for combine in ("rows", "sums"):
@@ -144,7 +132,7 @@ def run(shape: dict, comm_sms: list[int], panels: int, samples: int, device: tor
             if num_sms == comm_sms[0]:
                 arms[f"{combine} full"] = full
     times = interleaved(list(arms), lambda name, i: arms[name](), samples, device)
-    overlap_group.check_failure(group.pool, peers)
+    overlap_group.check_failure(group.pool.failure, peers)
     link_ms = (sum(sent) - sent[rank]) * hidden * 2 / LINK * 1e3
     return {
         "shape": shape,
@@ -167,8 +155,6 @@ def table(record: dict) -> str:
     lines = [f"{record['shape']['name']}: {record['ranks']} ranks, {record['environment']['device']}{goal}"]
     roof = max(times["torch"], record["link_ms"])
     for name, value in times.items():
-        # Sums need a schedule of their own each time; it belongs to the layout, not to the return.
-        value -= times["schedule"] if name.startswith("sums") else 0.0
         gain = f"{times['serial'] / value:5.2f}x over serial, {value / roof:4.2f} of the roof"
         error = f", error {record['errors_vs_sequential'][name]:.1e}" if name in record["errors_vs_sequential"] else ""
         lines.append(

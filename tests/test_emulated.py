@@ -162,7 +162,7 @@ def _train(rank, group, peers, layers, lengths, dtype):
         ((y * grad).sum() + 3 * l_aux).backward()
         grads = {name: p.grad for name, p in layer.named_parameters()}
         results.append({"x": x.detach(), "grad": grad, "y": y.detach(), "x.grad": x.grad, **grads})
-        overlap_group.check_failure(group.pool, peers)
+        overlap_group.check_failure(group.pool.failure, peers)
     return results
 
 
@@ -245,7 +245,7 @@ def _deep(rank, group, peers, layers, steps, delays):
             y = y + layer(y)[0]
         y.sum().backward()
         results += [y.detach(), x.grad, *(p.grad for layer in layers[rank] for p in layer.parameters())]
-        overlap_group.check_failure(group.pool, peers)
+        overlap_group.check_failure(group.pool.failure, peers)
     return results
 
 
@@ -281,22 +281,32 @@ def test_whatever_the_timing(op, monkeypatch, combine):
 
 
 GUARDS = {
+    "tiles wait until what arrives is in place": (
+        "arrivals.cuh",
+        "    const uint32_t* missing = args.missing + band;\n    if (!wait_until(",
+        "    const uint32_t* missing = args.missing + band;\n    if (false && !wait_until(",
+    ),
+    "what arrives is read after it came": (
+        "arrivals.cuh",
+        "        if (segment.peer != known && in_time) {",
+        "        if (false) {",
+    ),
     "couriers wait for finished tiles": (
         "courier.cuh",
-        "if (panel != ready && args.panel_done != nullptr && courier.in_time) {",
+        "if (panel != ready && args.panel_left != nullptr && courier.in_time) {",
         "if (false) {",
     ),
     "the sum waits for what comes": (
         "combine.cu",
-        "in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.limit_ns);\n"
-        "        if (!in_time) report(args.failure, ROWS_ARRIVED, peer, 0, target, read_peer_signal(arrived));",
-        "",
+        "    all_reached(args.arrived, [&](int peer) { return args.targets[peer]; }, args.num_peers, ROWS_ARRIVED, "
+        "args.failure,\n                args.limit_ns);\n}",
+        "}",
     ),
     "routes are read after they came": (
         "layout.cu",
-        "in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.limit_ns);\n"
-        "        if (!in_time) report(args.failure, ROUTES_ARRIVED, r, 0, target, read_peer_signal(arrived));",
-        "",
+        "bool in_time = all_reached(\n        args.arrived, [&](int r) { return args.targets[r]; }, args.num_ranks, "
+        "ROUTES_ARRIVED, args.failure, args.limit_ns);",
+        "bool in_time = true;",
     ),
 }
 

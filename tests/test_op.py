@@ -77,11 +77,12 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     words = torch.zeros(64, dtype=torch.int32)
-    names = "epoch targets claimed finished arrived consumed peer_arrived peer_consumed peer_buffers".split()
+    names = "epoch targets claimed placed finished arrived consumed began".split()
+    names += [f"peer_{name}" for name in ("arrived", "consumed", "began", "buffers")]
     channel = SimpleNamespace(**dict.fromkeys(names, words), capacity_bytes=0, received=0, reserve=lambda *sizes: None)
     counts = torch.full((2, 8 + 2 + 1), 5, dtype=torch.int32)
     counts[:, -1] = 0
-    names = "peer_counts peer_ready ready host_ready failure signals panel_done claimed_items".split()
+    names = "peer_counts peer_ready ready host_ready failure host_failure signals claimed_items".split()
     pool = SimpleNamespace(
         **dict.fromkeys(names, words[:5]),
         **dict.fromkeys(["records", "tokens", "returns", "scalars"], channel),
@@ -102,10 +103,9 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     assert plan.returns.sums == (combine == "sums") and plan.all_can_overlap
     zeroed = {name: torch.zeros_like(getattr(plan, name)) for name in layout._TENSOR_FIELDS if name != "counts"}
     plan = dataclasses.replace(plan, **zeroed)
-    tiles = schedule.tile_schedule(group, plan, 64, 128, plan.returns)
-    schedule.schedule_slots(dry_op, plan, tiles, routes.experts, True)
     settings = config.TileOverlapConfig(enabled=True, combine=combine, comm_sms=comm_sms, overlap_dispatch=not comm_sms)
-    run = overlap_stages.Run(group, settings, WeightMaps())
+    run = overlap_stages.Run(group, settings, WeightMaps(), plan, 128)
+    run.prepare(plan, {(128, schedule.ARRIVALS), (64, plan.returns)})
 
     def stages(name):
         return nullcontext()
@@ -115,18 +115,16 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     form = ExpertForm("silu", "gate", "up", "down", (False, False, False))
     weights = ExpertWeights(WeightLayout(form, False, False, (), ()), inputs, down, {})
     operands = [overlap_stages.Operand(f"input {i}", stack, False) for i, stack in enumerate(inputs)]
-    results, kept = overlap_stages.project_arriving(tokens, operands, plan, run, keep=True)
-    assert [result.shape for result in results] == [(40, 128)] * 2 and kept.shape == (5, 64)
-    tiles = overlap_stages.return_tiles(64, torch.bfloat16, plan, run)
+    results, expanded = overlap_stages.project_arriving(tokens, operands, plan, run)
+    assert [result.shape for result in results] == [(40, 128)] * 2 and expanded.shape == (40, 64)
     operand = overlap_stages.Operand("down", down, False)
-    sums = overlap_stages.return_while_computed([(rows, operand)], tiles, plan, run, stages)
+    sums = overlap_stages.return_while_computed([(rows, operand)], plan, run, stages)
     assert sums.shape == (8, 64)
-    kept.zero_()
     grad_x, grad_weights, found = overlap.backward(
-        tokens, tokens, kept, plan, [rows, rows], weights, set(form.slots), stages, run
+        tokens, tokens, expanded, plan, [rows, rows], weights, set(form.slots), stages, run
     )
     assert grad_x.shape == (8, 64) and grad_weights.shape == (8, 2) and found.keys() == set(form.slots)
-    spinning = {"expert_gemm", "run_couriers", "sum_slots", "place", "receive"}
+    spinning = {"expert_gemm", "run_couriers", "sum_slots", "place", "receive", "begin", "send_scalars", "collect_scalars"}
     assert spinning <= loaded, "kernels that wait must be loaded before the first of them waits"
     # Everything that the operator offers has been called.
     offered = {name for name, value in vars(dry_op).items() if callable(value) and name[0].islower()}

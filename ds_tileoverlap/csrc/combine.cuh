@@ -4,13 +4,16 @@
 
 #include <cstdint>
 
+#include "arrivals.cuh"
 #include "courier.cuh"
 
 extern "C" {
 
 enum TileOverlapCargo { ROWS_HOME = 0, SUMS_HOME = 1, TOKENS_OUT = 2 };
 
-// Starts a use of a receive buffer: the next epoch, and how much must have come from each peer at its end.
+// Starts a use of a receive buffer: the next epoch, how much must have come from each peer at its end, and how much is
+// left of what is counted down meanwhile. Where began is not null it ends when every peer is so far: work that waits for
+// peers and keeps the whole GPU meanwhile must not start before they are about to come.
 struct TileOverlapBegin {
     const int* counts;        // as in TileOverlapSchedule
     int counts_stride;
@@ -19,6 +22,13 @@ struct TileOverlapBegin {
     int row_bytes;
     uint32_t* epoch;
     uint32_t* targets;        // [peers] 16 bytes a count, since the beginning
+    const uint32_t* to_do;    // [num_left]
+    uint32_t* left;           // [num_left] set to that
+    int num_left;
+    uint32_t* const* peer_began;  // [peers] the word of this rank at each peer
+    const uint32_t* began;        // [peers] the last use that each peer has begun, or null
+    TileOverlapFailure* failure;
+    uint64_t limit_ns;
 };
 
 struct TileOverlapSum {
@@ -37,18 +47,6 @@ struct TileOverlapSum {
     int num_tokens, num_choices, width, num_peers, is_half, num_sms;
 };
 
-// Takes the received rows out of the buffer and tells the peers that they were read.
-struct TileOverlapKeep {
-    const void* received;
-    int64_t generation_bytes;
-    const uint32_t* epoch;
-    void* kept;               // num_bytes, a multiple of 16; 0: they are only told
-    int64_t num_bytes;
-    uint32_t* const* peer_consumed;
-    int* finished;
-    int num_peers, num_sms;
-};
-
 // One float32 a row of this rank's experts, to the owners of the rows' tokens and choices.
 struct TileOverlapScalars {
     const float* values;      // [R]
@@ -58,11 +56,9 @@ struct TileOverlapScalars {
     const int* slots;         // [num_tokens, num_choices]; v < -1: the choice is this rank's own row -2 - v
     int own_first, own_end;   // the sent rows that went to this rank itself
     float* results;           // [num_tokens, num_choices], 0 for a dropped choice
-    int num_tokens, num_choices, num_peers, rank;
-    const int* counts;        // as in TileOverlapBegin
-    int counts_stride, num_experts;
-    uint32_t* epoch;          // advanced by one
-    uint32_t* targets;        // [num_peers] advanced by what must come
+    int num_tokens, num_choices, num_peers;
+    const uint32_t* epoch;
+    const uint32_t* targets;  // [num_peers] what must come
     const void* received;     // records of num_choices values, padded to 16 bytes
     int64_t generation_bytes;
     const uint32_t* arrived;
@@ -75,11 +71,11 @@ struct TileOverlapScalars {
     uint64_t limit_ns;
 };
 
-// The first starts a use and sends, the second waits for what comes.
+// The first sends, the second waits for what comes.
 int tileoverlap_send_scalars(const TileOverlapScalars* arguments, cudaStream_t stream);
 int tileoverlap_collect_scalars(const TileOverlapScalars* arguments, cudaStream_t stream);
-int tileoverlap_keep(const TileOverlapKeep* arguments, cudaStream_t stream);
-int tileoverlap_begin_return(const TileOverlapBegin* arguments, cudaStream_t stream);
-int tileoverlap_return(const TileOverlapCourier* arguments, int is_half, int num_sms, cudaStream_t stream);
+int tileoverlap_begin(const TileOverlapBegin* arguments, cudaStream_t stream);
+int tileoverlap_run_couriers(const TileOverlapCourier* courier, const TileOverlapArrivals* arrivals, int is_half,
+                             int num_sms, cudaStream_t stream);
 int tileoverlap_sum(const TileOverlapSum* arguments, cudaStream_t stream);
 }

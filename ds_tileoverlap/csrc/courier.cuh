@@ -43,13 +43,12 @@ struct TileOverlapCourier {
     const int* index;                    // [.., num_choices] rows, -1: none
     int num_choices;                     // at most 32
     const TileOverlapSumRun* runs;       // [num_peers - 1]
-    const uint32_t* panel_done;          // see TileOverlapGemm; null: nothing to wait for
-    const uint32_t* panel_targets;       // [num_panels]
+    const uint32_t* panel_left;          // see TileOverlapGemm; null: nothing to wait for
     int num_panels, panel_bytes;
     // The peers.
     void* const* peer_buffers;           // [num_peers] where each peer receives
     uint32_t* const* peer_arrived;       // [num_peers] the word in which each peer counts what came from here, 16 bytes a count
-    const uint32_t* peer_consumed;       // [num_peers] the last epoch whose rows each peer has read, written by the peer
+    const uint32_t* consumed;            // [num_peers] the last epoch whose rows each peer has read, written by the peer
     int64_t generation_bytes;            // size of one of the two halves of a receive buffer, used in turn
     const uint32_t* epoch;
     int* claimed;                        // 0 before and after every call
@@ -63,9 +62,6 @@ struct TileOverlapCourier {
 #include "ptx.cuh"
 
 namespace tileoverlap {
-
-// Halves of a receive buffer: the half of this epoch was last used so many epochs ago.
-constexpr uint32_t GENERATIONS = 2;
 
 __device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
     return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair));
@@ -89,34 +85,47 @@ __device__ __forceinline__ uint4 pack_8(const float (&sums)[8]) {
                       pack(sums[6], sums[7], T{}));
 }
 
+// Pieces of work that several warps share.
+class Claims {
+public:
+    // A counter that is 0 before and after; all of num_warps warps claim until they are refused.
+    __device__ Claims(int* claimed, int num_parts, int num_warps)
+        : claimed(claimed), num_parts(num_parts), num_warps(num_warps), lane(threadIdx.x % 32) {
+        if (lane == 0) next = atomicAdd(claimed, 1);
+    }
+
+    // The next piece for this warp; -1 when there are no more.
+    __device__ int claim() {
+        int part = __shfl_sync(~0u, next, 0);
+        // Every warp is refused once; the last one to be leaves the counter as it was found.
+        if (lane == 0 && part == num_parts + num_warps - 1) *claimed = 0;
+        if (part >= num_parts) return -1;
+        if (lane == 0) next = atomicAdd(claimed, 1);  // its answer comes while this part is carried
+        return part;
+    }
+
+private:
+    int* claimed;
+    int num_parts, num_warps, lane, next = 0;
+};
+
 // One warp's state: which peer it writes to, and what it has not announced there yet.
 class Courier {
 public:
-    __device__ Courier(const TileOverlapCourier& args) : args(args), epoch(*args.epoch), lane(threadIdx.x % 32) {}
-
-    // The next of num_parts pieces of work; -1 when there are no more. num_warps couriers claim in all.
-    __device__ int claim(int num_parts, int num_warps) {
-        if (!has_claimed && lane == 0) next = atomicAdd(args.claimed, 1);
-        has_claimed = true;
-        int part = __shfl_sync(~0u, next, 0);
-        // Every warp is refused once; the last one to be leaves the counter as it was found.
-        if (lane == 0 && part == num_parts + num_warps - 1) *args.claimed = 0;
-        if (part >= num_parts) return -1;
-        if (lane == 0) next = atomicAdd(args.claimed, 1);  // its answer comes while this part is carried
-        return part;
-    }
+    __device__ Courier(const TileOverlapCourier& args)
+        : args(args), epoch(*args.epoch), lane(threadIdx.x % 32), in_time(!has_failed(args.failure)) {}
 
     // Where a row of the peer's receive buffer lies, once that half of it may be overwritten; null after a deadline.
     __device__ char* to(int new_peer, int row) {
         if (new_peer != peer) {
             announce();
             peer = new_peer;
-            const uint32_t* consumed = args.peer_consumed + peer;
-            // One deadline is enough: after it nothing is waited for, and nothing sent.
-            bool free = !in_time || wait_until([&] { return reached(read_peer_signal(consumed), epoch - GENERATIONS); }, args.limit_ns);
+            const uint32_t* consumed = args.consumed + peer;
+            bool free = wait_until([&] { return reached(read_peer_signal(consumed), epoch - GENERATIONS); }, args.failure,
+                                   args.limit_ns);
             if (!free) fail(PEER_CONSUMED, 0, epoch - GENERATIONS, read_peer_signal(consumed));
         }
-        return static_cast<char*>(args.peer_buffers[peer]) + epoch % GENERATIONS * args.generation_bytes +
+        return half_of(args.peer_buffers[peer], epoch, args.generation_bytes) +
                static_cast<int64_t>(row) * args.row_bytes;
     }
 
@@ -137,12 +146,11 @@ public:
     const TileOverlapCourier& args;
     const uint32_t epoch;
     const int lane;
-    bool in_time = true;
+    bool in_time;
 
 private:
-    int next = 0, peer = -1;
+    int peer = -1;
     uint32_t unannounced = 0;
-    bool has_claimed = false;
 };
 
 // One warp copies whole chunks of COUNT * 512 bytes, with so many loads of each lane on their way at once.
@@ -169,14 +177,16 @@ __device__ __forceinline__ void copy_row(const char* from, char* to, int from_by
 
 __device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int num_warps) {
     Courier courier(args);
-    int current = 0, ready = -1, num_parts = args.segments[*args.num_segments].first_part;
-    for (int part; (part = courier.claim(num_parts, num_warps)) >= 0;) {
+    Claims claims(args.claimed, args.segments[*args.num_segments].first_part, num_warps);
+    int current = 0, ready = -1;
+    for (int part; (part = claims.claim()) >= 0;) {
         while (part >= args.segments[current + 1].first_part) current++;
         TileOverlapSegment segment = args.segments[current];
         if (ready != current && courier.in_time) {
             const uint32_t* signals = args.signals + static_cast<size_t>(segment.band) * args.signals_per_band;
             for (int i = courier.lane; i < segment.bands * args.signals_per_band; i += 32)
-                if (!wait_until([&] { return reached(read_signal(signals + i), courier.epoch); }, args.limit_ns)) {
+                if (!wait_until([&] { return reached(read_signal(signals + i), courier.epoch); }, args.failure,
+                                args.limit_ns)) {
                     courier.fail(TILE_READY, segment.band + i / args.signals_per_band, courier.epoch, read_signal(signals + i));
                     break;
                 }
@@ -265,16 +275,16 @@ __device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int 
     int num_lines = 0, ready = -1;
     for (int i = 0; i + 1 < args.num_peers; i++) num_lines += args.runs[i].lines;
     int blocks = (num_lines + 1) / 2;  // lines go in twos
-    for (int part; (part = courier.claim(blocks * args.num_panels, num_warps)) >= 0;) {
+    Claims claims(args.claimed, blocks * args.num_panels, num_warps);
+    for (int part; (part = claims.claim()) >= 0;) {
         int panel = part / blocks, first = part % blocks * 2;
         // These lines of the index come while the panel is waited for.
         SumLine one = sum_line(args, first, courier.lane), other = sum_line(args, first + 1, courier.lane);
-        if (panel != ready && args.panel_done != nullptr && courier.in_time) {
-            const uint32_t* done = args.panel_done + panel;
-            uint32_t target = args.panel_targets[panel];
+        if (panel != ready && args.panel_left != nullptr && courier.in_time) {
+            const uint32_t* left = args.panel_left + panel;
             // Every courier looks at the same word: not too often.
-            if (!wait_until([&] { return reached(read_signal(done), target); }, args.limit_ns, 256))
-                courier.fail(TILE_READY, panel, target, read_signal(done));
+            if (!wait_until([&] { return read_signal(left) == 0; }, args.failure, args.limit_ns, 256))
+                courier.fail(TILE_READY, panel, 0, read_signal(left));
             ready = panel;
         }
         int from_byte = panel * args.panel_bytes, to_byte = min(from_byte + args.panel_bytes, args.row_bytes);

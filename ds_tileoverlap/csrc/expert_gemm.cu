@@ -2,10 +2,10 @@
 // of rows, one column tile) or, for the last band of an expert, operand A (one band, two column tiles). The shared
 // operand is loaded once, half by each CTA, and multicast.
 //
-//   loader      one thread a CTA fills a ring of shared-memory stages; a whole warp where rows of A are gathered
+//   loader      one thread a CTA fills a ring of shared-memory stages
 //   clerk       one thread a CTA: claims items and hands them to both CTAs through a queue (in CTA 0 only), and
 //               publishes what is finished, so that no math warp waits for memory
-//   2 couriers  a warp each: carry finished rows to their owners
+//   2 couriers  a warp each: carry rows to peers, and put in place what came from peers
 //   2 x math    a warpgroup each for 64 rows: WGMMA, then registers -> global memory while the other one multiplies
 #include "expert_gemm.cuh"
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_b(uint8_t* b, const CUtensorMap* map, uint6
     }
 }
 
-// Operand A of one stage, from one matrix; an item that does not share B shares this.
+// Operand A of one stage; an item that does not share B shares this.
 __device__ __forceinline__ void load_a(uint8_t* a, const CUtensorMap* map, uint64_t* full, const Tile& tile, int k,
                                        uint32_t rank) {
     if (tile.shares_b) {
@@ -120,52 +120,6 @@ __device__ __forceinline__ void load_a(uint8_t* a, const CUtensorMap* map, uint6
     } else {
         load_box_to_both(a + rank * (A_BYTES / 2), map, full, k, tile.row + rank * (TILE_M / 2));
     }
-}
-
-// The addresses of a tile's scattered rows: lane l has those of rows l, l + 32, ...
-struct ScatteredRows {
-    static constexpr int EACH = TILE_M / 32;
-    const char* rows[EACH];
-
-    __device__ ScatteredRows(const TileOverlapGather& gather, const char* received, const Tile& tile, int64_t row_bytes) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            // Rows past the end are computed from some row that exists, and dropped.
-            int row = i * 32 + static_cast<int>(threadIdx.x);
-            int source = __ldg(gather.sources + tile.row + min(row, tile.rows - 1));
-            if (source >= gather.own_first && source < gather.own_end)
-                rows[i] = static_cast<const char*>(gather.tokens) +
-                          __ldg(gather.own_tokens + source - gather.own_first) * row_bytes;
-            else
-                rows[i] = received +
-                          (source < gather.own_first ? source : source - (gather.own_end - gather.own_first)) * row_bytes;
-        }
-    }
-
-    // Operand A of one stage, swizzled as the tensor maps do it; columns past the end are 0. All lanes call this.
-    __device__ __forceinline__ void load(uint8_t* a, uint64_t* full, int k, int num_columns) const {
-        int lane = threadIdx.x, chunk = lane % 8;
-        uint32_t bytes = k + chunk * 8 < num_columns ? 16 : 0;
-#pragma unroll
-        for (int i = 0; i < TILE_M / 4; i++) {
-            int row = i * 4 + lane / 8;
-            uint64_t address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows[i / 8]), i % 8 * 4 + lane / 8);
-            copy_16(a + row * 128 + (chunk ^ row % 8) * 16,
-                    reinterpret_cast<const char*>(address) + (bytes ? k * 2 + chunk * 16 : 0), bytes);
-        }
-        arrive_after_copies(full);
-    }
-};
-
-// One warp; a deadline that passes is reported, and the rows are then what they are.
-__device__ void wait_for_peers(const TileOverlapGather& gather) {
-    for (int peer = threadIdx.x; peer < gather.num_peers; peer += 32) {
-        const uint32_t* arrived = gather.arrived + peer;
-        uint32_t target = gather.targets[peer];
-        if (!wait_until([&] { return reached(read_peer_signal(arrived), target); }, gather.limit_ns))
-            report(gather.failure, ROWS_ARRIVED, peer, 0, target, read_peer_signal(arrived));
-    }
-    __syncwarp();
 }
 
 // One pair of operands.
@@ -177,58 +131,38 @@ struct Operands {
     __device__ int num_blocks() const { return (k + TILE_K - 1) / TILE_K; }
 };
 
-// One thread, or one warp where rows are gathered.
-template <int B_TRANSPOSED, int GATHERED>
+// One thread.
+template <int B_TRANSPOSED>
 __device__ void load(Shared& shared, uint8_t* stages, Operands operands, Operands second,
-                     const TileOverlapGather& gather, uint32_t rank) {
+                     const TileOverlapArrivals& arrivals, uint32_t rank) {
     QueueReader queue;
     Ring<STAGES> ring;
     int mapped = -1;
-    bool leads = threadIdx.x == 0, has_arrived = false;
-    const char* received = nullptr;
-    if constexpr (GATHERED)
-        received = static_cast<const char*>(gather.received) + *gather.epoch % GENERATIONS * gather.generation_bytes;
     while (true) {
         Tile tile = tile_of(queue.read(shared), rank);
         if (tile.is_last) return;
-        if constexpr (GATHERED) __syncwarp();
-        if (leads) {
-            barrier_expect(&shared.item_full[queue.ring.slot], 16);  // the next item in this slot
-            queue.release(shared);
-        }
+        barrier_expect(&shared.item_full[queue.ring.slot], 16);  // the next item in this slot
+        queue.release(shared);
         queue.ring.advance();
-        if (leads && tile.expert != mapped) {
+        if (tile.expert != mapped) {
             acquire_map(operands.b + tile.expert);
             if (second.k) acquire_map(second.b + tile.expert);
+            mapped = tile.expert;
         }
-        mapped = tile.expert;
-        auto each_stage = [&](const Operands& pair, uint32_t bytes, auto load_operand_a) {
+        wait_for_band(arrivals, tile.band);
+        auto each_stage = [&](const Operands& pair) {
             for (int block = 0; block < pair.num_blocks(); block++) {
-                if (leads || GATHERED) barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
                 uint64_t* full = &shared.full[ring.slot];
                 uint8_t* a = stages + ring.slot * STAGE_BYTES;
-                if (leads) {
-                    barrier_expect(full, bytes);
-                    load_b<B_TRANSPOSED>(a + A_BYTES, pair.b + tile.expert, full, tile, block * TILE_K, rank);
-                }
-                load_operand_a(a, full, block * TILE_K);
+                barrier_expect(full, STAGE_BYTES);
+                load_a(a, pair.a, full, tile, block * TILE_K, rank);
+                load_b<B_TRANSPOSED>(a + A_BYTES, pair.b + tile.expert, full, tile, block * TILE_K, rank);
                 ring.advance();
             }
         };
-        if constexpr (GATHERED) {
-            if (tile.is_remote && !has_arrived) {
-                wait_for_peers(gather);
-                has_arrived = true;
-            }
-            ScatteredRows rows(gather, received, tile, static_cast<int64_t>(operands.k) * 2);
-            each_stage(operands, B_BYTES,
-                       [&](uint8_t* a, uint64_t* full, int at) { rows.load(a, full, at, operands.k); });
-        } else {
-            each_stage(operands, STAGE_BYTES,
-                       [&](uint8_t* a, uint64_t* full, int at) { load_a(a, operands.a, full, tile, at, rank); });
-            each_stage(second, STAGE_BYTES,
-                       [&](uint8_t* a, uint64_t* full, int at) { load_a(a, second.a, full, tile, at, rank); });
-        }
+        each_stage(operands);
+        each_stage(second);
     }
 }
 
@@ -276,7 +210,7 @@ __device__ __forceinline__ void store(const float (&sums)[128], T* c, int row, i
     }
 }
 
-template <typename T, int B_TRANSPOSED, int GATHERED>
+template <typename T, int B_TRANSPOSED>
 __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int num_blocks, int group,
                          uint32_t rank) {
     // Sixteen k further: 16 rows of a transposed B, otherwise 32 bytes along each row.
@@ -300,7 +234,6 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int
             int last = 0;
             for (int block = 0; block < num_blocks; block++) {
                 barrier_wait(&shared.full[ring.slot], ring.parity);
-                if constexpr (GATHERED) fence_async_shared();  // ordinary copies wrote what WGMMA reads
                 uint32_t a = first_a + ring.slot * (STAGE_BYTES / 16), b = first_b + ring.slot * (STAGE_BYTES / 16);
                 wgmma_fence();
 #pragma unroll
@@ -330,7 +263,7 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int
 }
 
 // Keeps its place in the queue until both warpgroups have stored, so none of them is ever a whole queue ahead of it.
-__device__ void keep_books(Shared& shared, Scheduler scheduler, uint32_t* signals, uint32_t* panel_done,
+__device__ void keep_books(Shared& shared, Scheduler scheduler, uint32_t* signals, uint32_t* panel_left,
                            int panel_tiles, uint32_t epoch, int n, uint32_t rank) {
     QueueReader queue;
     int column_tiles = (n + TILE_N - 1) / TILE_N;
@@ -343,21 +276,21 @@ __device__ void keep_books(Shared& shared, Scheduler scheduler, uint32_t* signal
             if (signals != nullptr && tile.column < n)
                 publish(signals + (static_cast<size_t>(tile.band) * column_tiles + tile.column_tile) * 2 + group, epoch);
         }
-        if (panel_done != nullptr && tile.is_remote && tile.column < n)
-            add_to(panel_done + tile.column_tile / panel_tiles, 1);
+        if (panel_left != nullptr && tile.is_remote && tile.column < n)
+            add_to(panel_left + tile.column_tile / panel_tiles, -1u);
         queue.release(shared);
         queue.ring.advance();
         if (rank == 0) scheduler.send_next(shared);
     }
 }
 
-template <typename T, int B_TRANSPOSED, int GATHERED>
+template <typename T, int B_TRANSPOSED>
 __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
     expert_gemm(const __grid_constant__ CUtensorMap a_map, const CUtensorMap* b_maps,
                 const __grid_constant__ CUtensorMap a2_map, const CUtensorMap* b2_maps, T* c, const int4* items,
-                const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, uint32_t* panel_done,
-                int panel_tiles, int n, int k, int k2, const __grid_constant__ TileOverlapGather gather,
-                const __grid_constant__ TileOverlapCourier courier) {
+                const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, uint32_t* panel_left,
+                int panel_tiles, int n, int k, int k2, const __grid_constant__ TileOverlapCourier courier,
+                const __grid_constant__ TileOverlapArrivals arrivals) {
     extern __shared__ uint8_t dynamic[];
     __shared__ Shared shared;
     uint8_t* stages = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(dynamic) + 1023) & ~uintptr_t{1023});
@@ -367,7 +300,7 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(&shared.full[i], GATHERED ? 1 + 32 : 1);  // the loader, and its lanes' copies
+            barrier_init(&shared.full[i], 1);
             barrier_init(&shared.empty[i], 2 * 8);  // the math warps of both CTAs
         }
         for (int i = 0; i < QUEUE; i++) {
@@ -384,23 +317,24 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         give_registers<REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp == LOADER) {
-            if (lane == 0 || GATHERED) load<B_TRANSPOSED, GATHERED>(shared, stages, operands, second, gather, rank);
+            if (lane == 0) load<B_TRANSPOSED>(shared, stages, operands, second, arrivals, rank);
         } else if (warp == CLERK) {
             Scheduler scheduler = {items, *num_items, claimed, static_cast<int>(gridDim.x / 2)};
             if (lane == 0)
-                keep_books(shared, scheduler, signals, panel_done, panel_tiles, signals ? *epoch : 0, n, rank);
+                keep_books(shared, scheduler, signals, panel_left, panel_tiles, signals ? *epoch : 0, n, rank);
         } else {
             run_courier<T>(courier, gridDim.x * NUM_COURIERS);
+            place_arrivals(arrivals, gridDim.x * NUM_COURIERS);
         }
         __syncwarp();
     } else {
         take_registers<MATH_REGISTERS>();
-        multiply<T, B_TRANSPOSED, GATHERED>(shared, stages, c, n, operands.num_blocks() + second.num_blocks(), group - 1,
-                                            rank);
+        multiply<T, B_TRANSPOSED>(shared, stages, c, n, operands.num_blocks() + second.num_blocks(), group - 1, rank);
     }
     cluster_sync();  // no CTA leaves while the other may still write to its shared memory
 }
 
+static_assert(sizeof(CUtensorMap) == TILEOVERLAP_MAP_BYTES);
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -426,38 +360,28 @@ int encode(CUtensorMap* map, const void* matrix, uint64_t rows, uint64_t columns
                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-template <typename T, int B_TRANSPOSED, int GATHERED>
-int launch(const TileOverlapGemm& gemm, const TileOverlapGather& gather, const TileOverlapCourier& courier,
+template <typename T, int B_TRANSPOSED>
+int launch(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals,
            cudaStream_t stream) {
     CUtensorMap a_map = {}, a2_map = {};
-    if (!GATHERED && gemm.num_rows > 0)
+    if (gemm.num_rows > 0)
         if (int error = encode(&a_map, gemm.a, gemm.num_rows, gemm.k, TILE_M / 2, gemm.is_half)) return error;
     if (gemm.k2 > 0 && gemm.num_rows > 0)
         if (int error = encode(&a2_map, gemm.a2, gemm.num_rows, gemm.k2, TILE_M / 2, gemm.is_half)) return error;
-    auto kernel = expert_gemm<T, B_TRANSPOSED, GATHERED>;
-    static cudaError_t prepared =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
-    if (prepared) return prepared;
+    auto kernel = expert_gemm<T, B_TRANSPOSED>;
+    if (int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES)) return error;
     kernel<<<gemm.num_sms / 2 * 2, THREADS, SHARED_BYTES, stream>>>(
         a_map, static_cast<const CUtensorMap*>(gemm.b_maps), a2_map, static_cast<const CUtensorMap*>(gemm.b2_maps),
-        static_cast<T*>(gemm.c),
-        reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals, gemm.epoch,
-        gemm.panel_done, gemm.panel_tiles, gemm.n, gemm.k, gemm.k2, gather, courier);
+        static_cast<T*>(gemm.c), reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals,
+        gemm.epoch, gemm.panel_left, gemm.panel_tiles, gemm.n, gemm.k, gemm.k2, courier, arrivals);
     return cudaGetLastError();
 }
 
-template <typename T, int B_TRANSPOSED>
-int launch_gathered(const TileOverlapGemm& gemm, const TileOverlapGather& gather, const TileOverlapCourier& courier,
-                    cudaStream_t stream) {
-    return gather.sources != nullptr ? launch<T, B_TRANSPOSED, 1>(gemm, gather, courier, stream)
-                                     : launch<T, B_TRANSPOSED, 0>(gemm, gather, courier, stream);
-}
-
 template <typename T>
-int launch_typed(const TileOverlapGemm& gemm, const TileOverlapGather& gather, const TileOverlapCourier& courier,
+int launch_typed(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals,
                  cudaStream_t stream) {
-    return gemm.b_is_transposed ? launch_gathered<T, 1>(gemm, gather, courier, stream)
-                                : launch_gathered<T, 0>(gemm, gather, courier, stream);
+    return gemm.b_is_transposed ? launch<T, 1>(gemm, courier, arrivals, stream)
+                                : launch<T, 0>(gemm, courier, arrivals, stream);
 }
 
 }  // namespace
@@ -474,11 +398,10 @@ extern "C" int tileoverlap_encode_weights(void* maps, const void* const* weights
     return 0;
 }
 
-extern "C" int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapGather* gather,
-                                       const TileOverlapCourier* courier, cudaStream_t stream) {
+extern "C" int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapCourier* courier,
+                                       const TileOverlapArrivals* arrivals, cudaStream_t stream) {
     using namespace tileoverlap;
-    if (gather->sources != nullptr && gemm->k2 > 0) return cudaErrorInvalidValue;  // it loads one pair
-    if (gemm->num_rows == 0 && courier->errand == NOTHING) return 0;
-    return gemm->is_half ? launch_typed<__half>(*gemm, *gather, *courier, stream)
-                         : launch_typed<__nv_bfloat16>(*gemm, *gather, *courier, stream);
+    if (gemm->num_rows == 0 && courier->errand == NOTHING && arrivals->missing == nullptr) return 0;
+    return gemm->is_half ? launch_typed<__half>(*gemm, *courier, *arrivals, stream)
+                         : launch_typed<__nv_bfloat16>(*gemm, *courier, *arrivals, stream);
 }

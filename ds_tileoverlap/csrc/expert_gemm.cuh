@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "arrivals.cuh"
 #include "courier.cuh"
 
 extern "C" {
@@ -17,26 +18,10 @@ struct TileOverlapItem {
     int band;              // index of the first row's band in the ready signals
 };
 
-enum { TILEOVERLAP_REMOTE = 0x8000 };
-
-// Rows of A that lie scattered: each is a received row, some of which have come from peers and some never left.
-struct TileOverlapGather {
-    const int* sources;        // [num_rows] the received row that each row is; null: A is one matrix
-    int own_first, own_end;    // the received rows that are this rank's own
-    const int* own_tokens;     // [own_end - own_first] which token each of those is
-    const void* tokens;        // [.., k] this rank's tokens
-    const void* received;      // [.., k] rows from the peers, without this rank's own
-    int64_t generation_bytes;  // as in TileOverlapCourier
-    const uint32_t* arrived;   // [num_peers] items with rows from peers wait until all of these
-    const uint32_t* targets;   // have come to these
-    const uint32_t* epoch;
-    int num_peers;
-    TileOverlapFailure* failure;
-    uint64_t limit_ns;
-};
+enum { TILEOVERLAP_REMOTE = 0x8000, TILEOVERLAP_MAP_BYTES = 128 };
 
 struct TileOverlapGemm {
-    const void* a;           // [num_rows, k], contiguous; not read where rows are gathered
+    const void* a;           // [num_rows, k], contiguous
     const void* b_maps;      // [experts] CUtensorMap in device memory, made by tileoverlap_encode_weights
     void* c;                 // [num_rows, n], contiguous
     const TileOverlapItem* items;
@@ -44,7 +29,7 @@ struct TileOverlapGemm {
     int* claimed;            // on the device; 0 before and after every call
     uint32_t* signals;       // [bands, ceil(n / 256), 2] on the device, or null
     const uint32_t* epoch;   // on the device; the value that a finished half tile writes to its signal
-    uint32_t* panel_done;    // [panels] on the device, or null: counts finished tiles of items with rows that travel
+    uint32_t* panel_left;    // [panels] on the device, or null: counts down finished tiles of items with rows that travel
     int panel_tiles;         // column tiles in a panel
     // A second pair of operands whose product is added: C = A B^T + A2 B2^T; k2 = 0: there is none.
     const void* a2;          // [num_rows, k2]
@@ -60,7 +45,7 @@ struct TileOverlapGemm {
 int tileoverlap_encode_weights(void* maps, const void* const* weights, int count, int64_t rows, int64_t columns,
                                int is_half, int b_is_transposed);
 // Enqueues the GEMM. Both return a CUresult / cudaError_t, 0 for success.
-// The couriers' errand is run by two warps of each CTA.
-int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapGather* gather,
-                            const TileOverlapCourier* courier, cudaStream_t stream);
+// Two warps of each CTA run the couriers' errand, then put in place what arrives: rows of A that tiles wait for.
+int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapCourier* courier,
+                            const TileOverlapArrivals* arrivals, cudaStream_t stream);
 }

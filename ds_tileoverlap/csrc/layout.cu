@@ -95,17 +95,12 @@ __global__ void __launch_bounds__(SHARE_THREADS) share_counts(const __grid_const
             args.peer_counts[peer][half + args.rank * args.stride + key] = count;
     }
     __syncthreads();
-    bool in_time = true;
     for (int peer = threadIdx.x; peer < args.num_ranks; peer += blockDim.x) {
         __threadfence_system();
         publish_to_peer(args.peer_ready[peer], epoch);
     }
-    for (int peer = threadIdx.x; peer < args.num_ranks; peer += blockDim.x) {
-        const uint32_t* ready = args.ready + peer;
-        in_time = wait_until([&] { return reached(read_peer_signal(ready), epoch); }, args.limit_ns);
-        if (!in_time) report(args.failure, COUNTS_READY, peer, 0, epoch, read_peer_signal(ready));
-    }
-    in_time = __syncthreads_and(in_time);
+    bool in_time =
+        all_reached(args.ready, [=](int) { return epoch; }, args.num_ranks, COUNTS_READY, args.failure, args.limit_ns);
     const int* mine = args.peer_counts[args.rank] + half;
     for (int r = 0; r < args.num_ranks; r++)
         for (int key = threadIdx.x; key < row; key += blockDim.x) {
@@ -113,6 +108,10 @@ __global__ void __launch_bounds__(SHARE_THREADS) share_counts(const __grid_const
             int count = in_time ? __ldcg(mine + r * args.stride + key) : 0;
             args.counts[r * row + key] = args.host_counts[r * row + key] = count;
         }
+    // What any wait of this rank was given up for until now.
+    constexpr int WORDS = sizeof(TileOverlapFailure) / 4;
+    for (int i = threadIdx.x; i < WORDS; i += blockDim.x)
+        reinterpret_cast<int*>(args.host_failure)[i] = __ldcg(reinterpret_cast<const int*>(args.failure) + i);
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -146,13 +145,8 @@ __global__ void __launch_bounds__(TOKENS) place_tokens(const __grid_constant__ T
         }
     }
     uint32_t epoch = *args.epoch;
-    bool in_time = true;
-    for (int r = threadIdx.x; r < ranks; r += blockDim.x) {
-        const uint32_t* consumed = args.peer_consumed + r;
-        in_time = wait_until([&] { return reached(read_peer_signal(consumed), epoch - GENERATIONS); }, args.limit_ns);
-        if (!in_time) report(args.failure, PEER_CONSUMED, r, 0, epoch - GENERATIONS, read_peer_signal(consumed));
-    }
-    in_time = __syncthreads_and(in_time);
+    bool in_time = all_reached(
+        args.consumed, [=](int) { return epoch - GENERATIONS; }, ranks, PEER_CONSUMED, args.failure, args.limit_ns);
 
     int64_t token = static_cast<int64_t>(blockIdx.x) * TOKENS + threadIdx.x, first = token * args.num_choices;
     auto place_of = [&](int key) { return before[threadIdx.x / 32 * keys + key] + marks.before(key); };
@@ -184,8 +178,7 @@ __global__ void __launch_bounds__(TOKENS) place_tokens(const __grid_constant__ T
         if (!is_first) continue;
         args.sent_tokens[sent] = static_cast<int>(token);
         if (!in_time) continue;
-        int4* record = reinterpret_cast<int4*>(static_cast<char*>(args.peer_buffers[home]) +
-                                               epoch % GENERATIONS * args.generation_bytes) +
+        int4* record = reinterpret_cast<int4*>(half_of(args.peer_buffers[home], epoch, args.generation_bytes)) +
                        static_cast<int64_t>(bases.record[home] + place_of(experts + home)) *
                            (record_words(args.num_choices) / 4);
         auto word = [&](int i) {
@@ -213,16 +206,9 @@ constexpr int RECEIVE_THREADS = 256;
 __global__ void __launch_bounds__(RECEIVE_THREADS) receive_records(const __grid_constant__ TileOverlapReceive args) {
     // No ranks: the kernel is only loaded.
     int local = args.num_ranks ? args.num_experts / args.num_ranks : -1, row = args.num_experts + args.num_ranks + 1;
-    bool in_time = true;
-    for (int r = threadIdx.x; r < args.num_ranks; r += RECEIVE_THREADS) {
-        const uint32_t* arrived = args.arrived + r;
-        uint32_t target = args.targets[r];
-        in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.limit_ns);
-        if (!in_time) report(args.failure, ROUTES_ARRIVED, r, 0, target, read_peer_signal(arrived));
-    }
-    in_time = __syncthreads_and(in_time);
-    const int* records = reinterpret_cast<const int*>(static_cast<const char*>(args.buffer) +
-                                                      *args.epoch % GENERATIONS * args.generation_bytes);
+    bool in_time = all_reached(
+        args.arrived, [&](int r) { return args.targets[r]; }, args.num_ranks, ROUTES_ARRIVED, args.failure, args.limit_ns);
+    const int* records = reinterpret_cast<const int*>(half_of(args.received, *args.epoch, args.generation_bytes));
     int total = args.num_received * args.num_choices;
     if (!in_time) {
         // Later kernels still read these: places that exist, weights that nobody trains on.
@@ -253,14 +239,7 @@ __global__ void __launch_bounds__(RECEIVE_THREADS) receive_records(const __grid_
             args.row_offsets[e] = offset;
         }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        if (atomicAdd(args.finished, 1) == static_cast<int>(gridDim.x) - 1) {
-            *args.finished = 0;
-            __threadfence_system();
-            for (int r = 0; r < args.num_ranks; r++) publish_to_peer(args.peer_read[r], *args.epoch);
-        }
-    }
+    if (threadIdx.x == 0) say_read(args.finished, gridDim.x, args.peer_consumed, args.num_ranks, *args.epoch);
 }
 
 int num_blocks(int num_tokens) { return (num_tokens + TOKENS - 1) / TOKENS; }
@@ -284,10 +263,9 @@ extern "C" int tileoverlap_place(const TileOverlapPlace* arguments, cudaStream_t
     using namespace tileoverlap;
     const TileOverlapPlace& args = *arguments;
     auto bytes = [](int experts, int ranks) { return 2 * GROUPS * (experts + ranks) * 4; };
-    static cudaError_t prepared =
-        cudaFuncSetAttribute(place_tokens, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             bytes(TILEOVERLAP_MAX_EXPERTS, TILEOVERLAP_MAX_PEERS));
-    if (prepared) return prepared;
+    if (int error = cudaFuncSetAttribute(place_tokens, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         bytes(TILEOVERLAP_MAX_EXPERTS, TILEOVERLAP_MAX_PEERS)))
+        return error;
     if (int blocks = num_blocks(args.num_tokens))
         place_tokens<<<blocks, TOKENS, bytes(args.num_experts, args.num_ranks), stream>>>(args);
     return cudaGetLastError();

@@ -27,7 +27,8 @@ struct TileOverlapCount {
     int* counts;              // [W, E + W + 1] on the device
     int* bases;               // [2 E + 2 W + 1] where this rank's rows start, see Bases in layout.cu
     int* host_counts;         // the same, mapped host memory
-    uint32_t* host_ready;     // mapped host memory; the epoch, once host_counts hold it
+    TileOverlapFailure* host_failure;  // mapped host memory: a copy of the failure
+    uint32_t* host_ready;     // mapped host memory; the epoch, once the host has the others
     TileOverlapFailure* failure;
     uint64_t limit_ns;
 };
@@ -47,14 +48,14 @@ struct TileOverlapPlace {
     void* const* peer_buffers;
     int64_t generation_bytes;
     uint32_t* const* peer_arrived;
-    const uint32_t* peer_consumed;
+    const uint32_t* consumed;
     const uint32_t* epoch;
     TileOverlapFailure* failure;
     uint64_t limit_ns;
 };
 
 struct TileOverlapReceive {
-    const void* buffer;       // this rank's records
+    const void* received;     // this rank's records
     int64_t generation_bytes;
     int num_received, num_choices, num_ranks, num_experts, rank;
     const int* counts;
@@ -65,7 +66,7 @@ struct TileOverlapReceive {
     const uint32_t* arrived;
     const uint32_t* targets;
     const uint32_t* epoch;
-    uint32_t* const* peer_read;  // [W] the word at each rank that says what was read here
+    uint32_t* const* peer_consumed;  // [W] the word at each rank that says what was read here
     int* finished;
     TileOverlapFailure* failure;
     uint64_t limit_ns;

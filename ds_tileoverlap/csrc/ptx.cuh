@@ -124,15 +124,8 @@ __device__ __forceinline__ void send_16(void* to, int4 value, uint64_t* barrier,
         : "memory");
 }
 
-// Ordinary asynchronous copies of 16 bytes, of which the last 16 - bytes are 0; their completion counts at a barrier.
-__device__ __forceinline__ void copy_16(void* to, const void* from, uint32_t bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
-                 : "memory");
-}
-__device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Between ordinary writes to global memory and bulk copies that read them.
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // --- warpgroup matrix multiply --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// The schedule, by one CTA; the slots, by one CTA for every 256 tokens. schedule.py has both in plain PyTorch.
+// The schedule: one CTA for each GEMM. schedule.py has the same in plain Python.
 #include "schedule.cuh"
 
 namespace tileoverlap {
@@ -75,9 +75,10 @@ __device__ PairRange pairs_of(int rows, int remote, bool of_remote) {
 __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ TileOverlapSchedule args) {
     extern __shared__ uint8_t dynamic[];
     Runs& runs = *reinterpret_cast<Runs*>(dynamic);
+    const TileOverlapTiling& tiling = args.tilings[blockIdx.x];
     int ranks = args.num_ranks, local = args.num_experts / ranks, first_expert = args.rank * local;
-    int per_expert = args.aligns_owners ? ranks : 1, num_runs = local * per_expert;
-    int column_tiles = (args.n + TILE_N - 1) / TILE_N;
+    int per_expert = tiling.aligns_owners ? ranks : 1, num_runs = local * per_expert;
+    int column_tiles = (tiling.n + TILE_N - 1) / TILE_N;
     auto count = [&](int rank, int expert) { return args.counts[rank * args.counts_stride + expert]; };
     auto owner = [&](int i) { return (args.rank + 1 + i) % ranks; };  // this rank comes last
 
@@ -96,39 +97,40 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
         for (int i = 0; i < per_expert; i++) {
             int r = e * per_expert + i;
             runs.order[place * per_expert + i] = r;
-            runs.rows[r] = args.aligns_owners ? count(owner(i), first_expert + e) : runs.expert_row[e];
-            runs.remote[r] = args.aligns_owners ? (i + 1 < ranks ? runs.rows[r] : 0) : remote;
+            runs.rows[r] = tiling.aligns_owners ? count(owner(i), first_expert + e) : runs.expert_row[e];
+            runs.remote[r] = tiling.aligns_owners ? (i + 1 < ranks ? runs.rows[r] : 0) : remote;
             runs.row[r] = runs.rows[r];
             runs.band[r] = (runs.rows[r] + BAND - 1) / BAND;
         }
     }
     __syncthreads();
     scan(runs.row, num_runs);
-    scan(runs.band, num_runs);
+    int num_bands = scan(runs.band, num_runs);
+    for (int i = threadIdx.x; tiling.band_parts_to_do && i < num_bands; i += THREADS) tiling.band_parts_to_do[i] = 0;
     scan(runs.expert_row, local);
 
     // Remote rows panel by panel, and all columns of the local ones before or after.
-    int num_phases = (args.num_panels + 1) * num_runs;
-    auto panel_of = [&](int phase) { return phase / num_runs - args.local_first; };
-    auto is_of_remote = [&](int phase) { return panel_of(phase) >= 0 && panel_of(phase) < args.num_panels; };
-    auto first_tile = [&](int phase) { return is_of_remote(phase) ? panel_of(phase) * args.panel_tiles : 0; };
+    int num_phases = (tiling.num_panels + 1) * num_runs;
+    auto panel_of = [&](int phase) { return phase / num_runs - tiling.local_first; };
+    auto is_of_remote = [&](int phase) { return panel_of(phase) >= 0 && panel_of(phase) < tiling.num_panels; };
+    auto first_tile = [&](int phase) { return is_of_remote(phase) ? panel_of(phase) * tiling.panel_tiles : 0; };
     auto tiles = [&](int phase) {
-        return is_of_remote(phase) ? max(min(args.panel_tiles, column_tiles - first_tile(phase)), 0) : column_tiles;
+        return is_of_remote(phase) ? max(min(tiling.panel_tiles, column_tiles - first_tile(phase)), 0) : column_tiles;
     };
     auto pairs = [&](int phase) {
         int r = runs.order[phase % num_runs];
         return pairs_of(runs.rows[r], runs.remote[r], is_of_remote(phase));
     };
     for (int i = threadIdx.x; i < num_phases; i += THREADS) runs.first_item[i] = pairs(i).num_items(tiles(i));
-    for (int panel = threadIdx.x; panel < args.num_panels; panel += THREADS) {
+    for (int panel = threadIdx.x; panel < tiling.num_panels; panel += THREADS) {
         uint32_t done = 0;
-        int first = (panel + args.local_first) * num_runs;
+        int first = (panel + tiling.local_first) * num_runs;
         for (int i = first; i < first + num_runs; i++) done += pairs(i).num_bands() * tiles(i);
-        args.panel_targets[panel] = args.panel_done[panel] + done;
+        tiling.panel_tiles_to_do[panel] = done;
     }
     __syncthreads();
     int num_items = scan(runs.first_item, num_phases);
-    if (threadIdx.x == 0) *args.num_items = num_items;
+    if (threadIdx.x == 0) *tiling.num_items = num_items;
     for (int i = threadIdx.x; i < num_items; i += THREADS) {
         int phase = last_not_above(runs.first_item, num_phases, i), r = runs.order[phase % num_runs];
         PairRange range = pairs(phase);
@@ -144,7 +146,7 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
             column_tile = 2 * (at - full * columns);
         }
         int flag = is_of_remote(phase) ? TILEOVERLAP_REMOTE : 0;
-        args.items[i] = {runs.row[r] + pair * PAIR, min(runs.rows[r] - pair * PAIR, PAIR),
+        tiling.items[i] = {runs.row[r] + pair * PAIR, min(runs.rows[r] - pair * PAIR, PAIR),
                          static_cast<uint16_t>(r / per_expert | flag),
                          static_cast<uint16_t>(first_tile(phase) + column_tile), runs.band[r] + pair * 2};
     }
@@ -163,12 +165,12 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
         int before = 0;
         for (int j = 0; j < index; j++) before += count(owner(j), first_expert + e);
         send.row = runs.expert_row[e] + before;
-        int r = args.aligns_owners ? e * per_expert + index : e, offset = args.aligns_owners ? 0 : before;
+        int r = tiling.aligns_owners ? e * per_expert + index : e, offset = tiling.aligns_owners ? 0 : before;
         send.band = runs.band[r] + offset / BAND;
         send.in_band = offset % BAND;
         send.bands = send.rows ? (send.in_band + send.rows + BAND - 1) / BAND : 0;
         // One band at a time at both ends: the link starts early and little is left when the GEMM ends.
-        send.bands_each = place == 0 || place == local - 1 ? 1 : args.bands_per_segment;
+        send.bands_each = place == 0 || place == local - 1 ? 1 : tiling.bands_per_segment;
         send.peer_row = 0;
         for (int other = 0; other < first_expert + e; other++)
             if (other / local != send.peer) send.peer_row += count(send.peer, other);
@@ -176,7 +178,7 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
     };
     auto rows_until = [](const Send& send, int band) { return min(max(band * BAND - send.in_band, 0), send.rows); };
     auto parts_of = [&](int rows) {
-        return static_cast<int>((static_cast<size_t>(rows) * args.row_bytes + TILEOVERLAP_PART - 1) / TILEOVERLAP_PART);
+        return static_cast<int>((static_cast<size_t>(rows) * tiling.row_bytes + TILEOVERLAP_PART - 1) / TILEOVERLAP_PART);
     };
     for (int i = threadIdx.x; i < num_sends; i += THREADS) {
         Send send = send_of(i);
@@ -193,16 +195,18 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
         int parts = runs.parts[i], segments = (send.bands + send.bands_each - 1) / send.bands_each;
         for (int s = 0; s < segments; s++) {
             int first = rows_until(send, s * send.bands_each), end = rows_until(send, (s + 1) * send.bands_each);
-            args.segments[runs.segments[i] + s] = {send.row + first,      end - first,
+            tiling.segments[runs.segments[i] + s] = {send.row + first,      end - first,
                                                    send.peer,             send.peer_row + first,
                                                    send.band + s * send.bands_each,
                                                    min(send.bands_each, send.bands - s * send.bands_each), parts, 0};
             parts += parts_of(end - first);
+            // Rows of several peers may share a band.
+            if (tiling.band_parts_to_do) atomicAdd(tiling.band_parts_to_do + send.band + s, parts_of(end - first));
         }
     }
     if (threadIdx.x == 0) {
-        *args.num_segments = num_segments;
-        args.segments[num_segments] = {0, 0, 0, 0, 0, 0, num_parts, 0};
+        *tiling.num_segments = num_segments;
+        tiling.segments[num_segments] = {0, 0, 0, 0, 0, 0, num_parts, 0};
     }
 
     // Sums: the received rows of each remote owner, in the order in which it sent them.
@@ -211,82 +215,11 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
         int peer = owner(i), line = 0, peer_row = 0;
         for (int r = 0; r < peer; r++) line += sends(r, args.rank);
         for (int r = 0; r < args.rank; r++) peer_row += r == peer ? 0 : sends(peer, r);
-        args.sum_runs[i] = {line, sends(peer, args.rank), peer, peer_row};
-        if (args.send_runs == nullptr) continue;
+        tiling.sum_runs[i] = {line, sends(peer, args.rank), peer, peer_row};
         line = peer_row = 0;
         for (int r = 0; r < peer; r++) line += sends(args.rank, r);
         for (int r = 0; r < args.rank; r++) peer_row += r == peer ? 0 : sends(r, peer);
-        args.send_runs[i] = {line, sends(args.rank, peer), peer, peer_row};
-    }
-
-    // Slots: this rank's routes to remote experts lie in its receive buffer one expert after the other.
-    __syncthreads();
-    int* bases = runs.first_item;
-    for (int e = threadIdx.x; e < args.num_experts; e += THREADS)
-        bases[e] = e / local == args.rank ? 0 : count(args.rank, e);
-    __syncthreads();
-    scan(bases, args.num_experts);
-    for (int e = threadIdx.x; e < args.num_experts; e += THREADS) {
-        int mine = e - first_expert;
-        args.slot_bases[e] =
-            e / local == args.rank ? -2 - (runs.expert_row[mine] + runs.expert_remote[mine]) : bases[e];
-    }
-}
-
-// For every 32 tokens and expert a word with the bits of the tokens that go there: ranks are counts of lower bits.
-__device__ void mark(const TileOverlapSlots& args, uint32_t* words) {
-    int groups = TILEOVERLAP_SLOT_TOKENS / 32;
-    for (int i = threadIdx.x; i < groups * args.num_experts; i += blockDim.x) words[i] = 0;
-    __syncthreads();
-    int token = blockIdx.x * TILEOVERLAP_SLOT_TOKENS + threadIdx.x;
-    for (int j = 0; token < args.num_tokens && j < args.num_choices; j++) {
-        int expert = args.experts[static_cast<size_t>(token) * args.num_choices + j];
-        if (expert >= 0) atomicOr(words + threadIdx.x / 32 * args.num_experts + expert, 1u << threadIdx.x % 32);
-    }
-    __syncthreads();
-}
-
-__global__ void __launch_bounds__(TILEOVERLAP_SLOT_TOKENS) count_slots(const __grid_constant__ TileOverlapSlots args) {
-    extern __shared__ uint32_t words[];
-    mark(args, words);
-    for (int e = threadIdx.x; e < args.num_experts; e += blockDim.x) {
-        int count = 0;
-        for (int group = 0; group < TILEOVERLAP_SLOT_TOKENS / 32; group++)
-            count += __popc(words[group * args.num_experts + e]);
-        args.block_counts[static_cast<size_t>(blockIdx.x) * args.num_experts + e] = count;
-    }
-}
-
-__global__ void __launch_bounds__(TILEOVERLAP_SLOT_TOKENS) place_slots(const __grid_constant__ TileOverlapSlots args) {
-    extern __shared__ uint32_t words[];
-    int groups = TILEOVERLAP_SLOT_TOKENS / 32;
-    int* before = reinterpret_cast<int*>(words + groups * args.num_experts);  // [groups, experts]
-    mark(args, words);
-    for (int e = threadIdx.x; e < args.num_experts; e += blockDim.x) {
-        int count = 0;
-        for (int block = 0; block < blockIdx.x; block++)
-            count += args.block_counts[static_cast<size_t>(block) * args.num_experts + e];
-        for (int group = 0; group < groups; group++) {
-            before[group * args.num_experts + e] = count;
-            count += __popc(words[group * args.num_experts + e]);
-        }
-    }
-    __syncthreads();
-    int token = blockIdx.x * TILEOVERLAP_SLOT_TOKENS + threadIdx.x;
-    for (int j = 0; token < args.num_tokens && j < args.num_choices; j++) {
-        size_t at = static_cast<size_t>(token) * args.num_choices + j;
-        int expert = args.experts[at], slot = -1;
-        if (expert >= 0) {
-            int word = threadIdx.x / 32 * args.num_experts + expert, base = args.slot_bases[expert];
-            int place = before[word] + __popc(words[word] & ((1u << threadIdx.x % 32) - 1));
-            slot = base < 0 ? base - place : base + place;
-            if (base >= 0 && args.token_slots != nullptr) {
-                slot = args.token_slots[at];
-                // Nothing comes back from this rank itself.
-                if (slot >= args.own_end) slot -= args.own_end - args.own_first;
-            }
-        }
-        args.slots[at] = slot;
+        tiling.send_runs[i] = {line, sends(args.rank, peer), peer, peer_row};
     }
 }
 
@@ -295,23 +228,9 @@ __global__ void __launch_bounds__(TILEOVERLAP_SLOT_TOKENS) place_slots(const __g
 
 extern "C" int tileoverlap_schedule(const TileOverlapSchedule* arguments, cudaStream_t stream) {
     using namespace tileoverlap;
-    if (arguments->num_experts > TILEOVERLAP_MAX_EXPERTS) return cudaErrorInvalidValue;
-    static cudaError_t prepared = cudaFuncSetAttribute(schedule, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Runs));
-    if (prepared) return prepared;
-    schedule<<<1, THREADS, sizeof(Runs), stream>>>(*arguments);
-    return cudaGetLastError();
-}
-
-extern "C" int tileoverlap_slots(const TileOverlapSlots* arguments, cudaStream_t stream) {
-    using namespace tileoverlap;
-    if (arguments->num_experts > TILEOVERLAP_MAX_EXPERTS) return cudaErrorInvalidValue;
-    if (arguments->num_tokens == 0) return 0;
-    int blocks = (arguments->num_tokens + TILEOVERLAP_SLOT_TOKENS - 1) / TILEOVERLAP_SLOT_TOKENS;
-    int bytes = TILEOVERLAP_SLOT_TOKENS / 32 * arguments->num_experts * 4;
-    static cudaError_t prepared = cudaFuncSetAttribute(place_slots, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       2 * TILEOVERLAP_SLOT_TOKENS / 32 * TILEOVERLAP_MAX_EXPERTS * 4);
-    if (prepared) return prepared;
-    count_slots<<<blocks, TILEOVERLAP_SLOT_TOKENS, bytes, stream>>>(*arguments);
-    place_slots<<<blocks, TILEOVERLAP_SLOT_TOKENS, 2 * bytes, stream>>>(*arguments);
+    if (arguments->num_experts > TILEOVERLAP_MAX_EXPERTS || arguments->num_tilings > TILEOVERLAP_MAX_TILINGS)
+        return cudaErrorInvalidValue;
+    if (int error = cudaFuncSetAttribute(schedule, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Runs))) return error;
+    schedule<<<arguments->num_tilings, THREADS, sizeof(Runs), stream>>>(*arguments);
     return cudaGetLastError();
 }

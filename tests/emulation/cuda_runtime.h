@@ -211,7 +211,7 @@ template <typename T, typename V>
 T atomicAdd(T* pointer, V value) { return __atomic_fetch_add(pointer, static_cast<T>(value), __ATOMIC_SEQ_CST); }
 template <typename T, typename V>
 T atomicOr(T* pointer, V value) { return __atomic_fetch_or(pointer, static_cast<T>(value), __ATOMIC_SEQ_CST); }
-inline int atomicCAS_system(int* pointer, int expected, int value) {
+inline int atomicCAS(int* pointer, int expected, int value) {
     __atomic_compare_exchange_n(pointer, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     return expected;
 }

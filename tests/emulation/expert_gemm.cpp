@@ -3,7 +3,7 @@
 
 #include <thread>
 
-#include "courier.cuh"
+#include "arrivals.cuh"
 
 namespace tileoverlap {
 namespace {
@@ -12,24 +12,18 @@ struct Map { const void* weight; int64_t rows, columns; };
 constexpr int TILE_N = 256, BAND = 128, COURIERS = 4;
 
 template <typename T>
-void run(const TileOverlapGemm& gemm, const TileOverlapGather& gather, const TileOverlapCourier& courier) {
-    auto couriers = [&] { emulation::launch(COURIERS / 4, 128, 0, [&] { run_courier<T>(courier, COURIERS); }); };
+void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals) {
+    auto couriers = [&] {
+        emulation::launch(COURIERS / 4, 128, 0, [&] {
+            run_courier<T>(courier, COURIERS);
+            place_arrivals(arrivals, COURIERS);
+        });
+    };
     // Couriers are there from the beginning, the GEMM takes its time.
     std::thread beside(couriers);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    bool has_arrived = false;
     int column_tiles = (gemm.n + TILE_N - 1) / TILE_N;
-    auto row_of_a = [&](int row) {
-        if (gather.sources == nullptr) return static_cast<const T*>(gemm.a) + static_cast<int64_t>(row) * gemm.k;
-        int source = gather.sources[row], own = gather.own_end - gather.own_first;
-        if (source >= gather.own_first && source < gather.own_end)
-            return static_cast<const T*>(gather.tokens) +
-                   static_cast<int64_t>(gather.own_tokens[source - gather.own_first]) * gemm.k;
-        const char* received =
-            static_cast<const char*>(gather.received) + *gather.epoch % GENERATIONS * gather.generation_bytes;
-        return reinterpret_cast<const T*>(received) +
-               static_cast<int64_t>(source < gather.own_first ? source : source - own) * gemm.k;
-    };
+    const T* a = static_cast<const T*>(gemm.a);
     auto dot = [&](const T* a, const void* maps, int expert, int column, int k) {
         const Map& map = *reinterpret_cast<const Map*>(static_cast<const char*>(maps) + expert * 128);
         const T* b = static_cast<const T*>(map.weight);
@@ -42,24 +36,14 @@ void run(const TileOverlapGemm& gemm, const TileOverlapGather& gather, const Til
         TileOverlapItem item = gemm.items[index];
         bool is_remote = item.expert & TILEOVERLAP_REMOTE, shares_b = item.rows > BAND;
         int expert = item.expert & (TILEOVERLAP_REMOTE - 1);
-        for (int peer = 0; is_remote && !has_arrived && gather.sources && peer < gather.num_peers; peer++) {
-            auto start = std::chrono::steady_clock::now();
-            while (!reached(read_peer_signal(gather.arrived + peer), gather.targets[peer])) {
-                sched_yield();
-                if (std::chrono::steady_clock::now() - start > std::chrono::nanoseconds(gather.limit_ns)) {
-                    report(gather.failure, ROWS_ARRIVED, peer, 0, gather.targets[peer], gather.arrived[peer]);
-                    break;
-                }
-            }
-        }
-        has_arrived |= is_remote;
         for (int cta = 0; cta < 2; cta++) {
             int row = item.row + (shares_b ? cta * BAND : 0), rows = min(shares_b ? item.rows - cta * BAND : item.rows, BAND);
             int tile = item.column_tile + (shares_b ? 0 : cta), band = item.band + (shares_b ? cta : 0);
             if (tile >= column_tiles) continue;
+            emulation::launch(1, 1, 0, [&] { wait_for_band(arrivals, band); });
             for (int r = row; r < row + rows; r++)
                 for (int column = tile * TILE_N; column < min((tile + 1) * TILE_N, gemm.n); column++) {
-                    float sum = dot(row_of_a(r), gemm.b_maps, expert, column, gemm.k);
+                    float sum = dot(a + static_cast<int64_t>(r) * gemm.k, gemm.b_maps, expert, column, gemm.k);
                     if (gemm.k2)
                         sum += dot(static_cast<const T*>(gemm.a2) + static_cast<int64_t>(r) * gemm.k2, gemm.b2_maps, expert,
                                    column, gemm.k2);
@@ -67,7 +51,7 @@ void run(const TileOverlapGemm& gemm, const TileOverlapGather& gather, const Til
                 }
             for (int group = 0; gemm.signals && group < 2; group++)
                 publish(gemm.signals + (static_cast<int64_t>(band) * column_tiles + tile) * 2 + group, *gemm.epoch);
-            if (gemm.panel_done && is_remote) add_to(gemm.panel_done + tile / gemm.panel_tiles, 1);
+            if (gemm.panel_left && is_remote) add_to(gemm.panel_left + tile / gemm.panel_tiles, -1u);
         }
     }
     beside.join();
@@ -85,12 +69,12 @@ extern "C" int tileoverlap_encode_weights(void* maps, const void* const* weights
     return 0;
 }
 
-extern "C" int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapGather* gather,
-                                       const TileOverlapCourier* courier, cudaStream_t) {
-    if (gemm->num_rows == 0 && courier->errand == NOTHING) return 0;
+extern "C" int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOverlapCourier* courier,
+                                       const TileOverlapArrivals* arrivals, cudaStream_t) {
+    if (gemm->num_rows == 0 && courier->errand == NOTHING && arrivals->missing == nullptr) return 0;
     if (gemm->is_half)
-        tileoverlap::run<__half>(*gemm, *gather, *courier);
+        tileoverlap::run<__half>(*gemm, *courier, *arrivals);
     else
-        tileoverlap::run<__nv_bfloat16>(*gemm, *gather, *courier);
+        tileoverlap::run<__nv_bfloat16>(*gemm, *courier, *arrivals);
     return 0;
 }

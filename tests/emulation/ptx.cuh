@@ -30,4 +30,6 @@ uint32_t pack(float low, float high, T) {
     return from_float(low, T{}).bits | static_cast<uint32_t>(from_float(high, T{}).bits) << 16;
 }
 
+inline void fence_async_global() {}
+
 }  // namespace tileoverlap
