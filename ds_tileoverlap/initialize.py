@@ -75,7 +75,7 @@ def install() -> None:
 
 def _chosen(config: TileOverlapConfig) -> str:
     if config.backend == "auto":
-        return "'sequential' (auto: overlap has to be asked for in this version)"
+        return "'auto' (overlap where the expert-parallel group can, elsewhere sequential)"
     return f"'{config.backend}' (as configured)"
 
 

@@ -16,6 +16,11 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64
 
 
+def raw_stream(tensor: torch.Tensor) -> int:
+    """The handle of the current stream, for the compiled operator; 0 on the CPU."""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
+
+
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n`` and at least 1."""
     return 1 << max(n - 1, 0).bit_length()

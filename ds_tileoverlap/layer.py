@@ -124,12 +124,14 @@ class LayerRuntime:
         config: the options of the ``tile_overlap`` block.
         name: the layer's name in the model.
         backend: the one that ran the last forward; before the first, what the config says.
+        wants_overlap: whether that shall be overlap where the group can.
     """
 
     def __init__(self, config: TileOverlapConfig, name: str):
         self.config = config
         self.name = name
         self.backend: str = config.backend
+        self.wants_overlap = config.backend in ("auto", "overlap")
         self._experts: LocalExperts | None = None
         self._peers: Peers | None = None
         self._reason: str | None = None
@@ -148,7 +150,7 @@ class LayerRuntime:
 
     def can_overlap(self, x: torch.Tensor, experts: LocalExperts, peers: Peers, num_experts: int, top_k: int) -> bool:
         """Whether this rank can run the overlap backend now. What all of them do is decided by the exchanged counts."""
-        if self.config.backend != "overlap":
+        if not self.wants_overlap:
             return False
         group = overlap_group.group_of(peers, x.device)
         if group.op is None:
@@ -158,7 +160,7 @@ class LayerRuntime:
 
     def layout(self, x: torch.Tensor, routes: Routes, num_experts: int, peers: Peers, can_overlap: bool) -> Plan:
         """The stage layout, through symmetric memory where the group has it."""
-        if self.config.backend == "overlap" and (group := overlap_group.group_of(peers, x.device)).op:
+        if self.wants_overlap and (group := overlap_group.group_of(peers, x.device)).op:
             row_bytes = x.shape[1] * sequential.compute_dtype(x).itemsize
             return symmetric_layout.layout(routes, num_experts, peers, group, self.config, row_bytes, can_overlap)
         return layout(routes, num_experts, peers, can_overlap)

@@ -9,7 +9,7 @@ token's owner: the next ranks first, this rank last, because what has to travel 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
@@ -81,9 +81,14 @@ class Plan:
         return self.counts.numpy()[:, self.num_experts : -1]
 
     @cached_property
-    def remote_sends(self) -> np.ndarray:
-        """[W, W] as :attr:`sends`, without what stays on its rank."""
-        return self.sends * (1 - np.eye(self.peers.size, dtype=np.int32))
+    def remote_routes(self) -> list[list[int]]:
+        """[W][W], how many routes go from a rank to each other rank; 0 to itself."""
+        return _without_diagonal(self.routes.sum(2))
+
+    @cached_property
+    def remote_sends(self) -> list[list[int]]:
+        """[W][W], how many rows go from a rank to each other rank; 0 to itself."""
+        return _without_diagonal(self.sends)
 
     @cached_property
     def send_splits(self) -> list[int]:
@@ -131,11 +136,24 @@ class Plan:
         """The tensor fields. Autograd functions save these, so that checkpointing frees and recomputes them too."""
         return tuple(getattr(self, name) for name in _TENSOR_FIELDS)
 
+    def but(self, **fields: object) -> Plan:
+        """The same with other fields, apart from the counts: what has been derived from them stays known."""
+        changed = object.__new__(Plan)
+        vars(changed).update(vars(self), **fields)
+        return changed
+
     def without_tensors(self) -> Plan:
-        return replace(self, **dict.fromkeys(_TENSOR_FIELDS))
+        return self.but(**dict.fromkeys(_TENSOR_FIELDS))
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Plan:
-        return replace(self, **dict(zip(_TENSOR_FIELDS, tensors)))
+        return self.but(**dict(zip(_TENSOR_FIELDS, tensors)))
+
+
+def _without_diagonal(table: np.ndarray) -> list[list[int]]:
+    rows = table.tolist()
+    for i, row in enumerate(rows):
+        row[i] = 0
+    return rows
 
 
 _TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in ("peers", "returns"))
@@ -169,8 +187,7 @@ def layout(routes: Routes, num_experts: int, peers: Peers, can_overlap: bool = F
     choice_rows, row_sources, row_weights, row_offsets = place_rows(
         received, num_experts // peers.size, sum(plan.expert_counts), sum(plan.recv_splits[: peers.rank + 1])
     )
-    return replace(
-        plan,
+    return plan.but(
         sent_tokens=sent_tokens[:num_sent],
         choice_rows=choice_rows,
         row_sources=row_sources,

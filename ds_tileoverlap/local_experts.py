@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import nn
 
@@ -25,6 +27,7 @@ class LocalExperts:
         self.maps = WeightMaps()
         modules = [module for expert in experts for module in expert.modules()]
         self._layouts: dict[torch.dtype, WeightLayout] = {}
+        self._aligned: dict[torch.dtype, bool] = {}
         self._training = experts.training
         # Of a linear map only its parameters, hooks and an overridden forward matter: the last is one attribute more.
         linears = [module for module in modules if type(module) is nn.Linear]
@@ -41,19 +44,19 @@ class LocalExperts:
             self._slots = [
                 (expert.get_submodule(name)._parameters, kind) for name, kind in self.form.slots for expert in experts
             ]
-        self._places = _places(self.parameters())
-        self._looks = list(map(_look, self.parameters()))
+        self._parameters = [parameters[kind] for parameters, kind in self._slots]
+        self._places = _places(self._parameters)
+        self._looks = list(map(_look, self._parameters))
         self._unbiased = [m._parameters for m in linears if m.bias is None]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all experts, slot by slot of the form."""
-        return [parameters[kind] for parameters, kind in self._slots]
+        """The parameters of all experts, slot by slot of the form, as they were at the last look."""
+        return self._parameters
 
     def down_shape(self) -> tuple[int, int]:
         """H and I of the down projection [H, I]."""
         slot = self.form.slots.index((self.form.down, "weight"))
-        parameters, kind = self._slots[slot * len(self.modules)]
-        return tuple(parameters[kind].shape)
+        return tuple(self._parameters[slot * len(self.modules)].shape)
 
     def weight_layout(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> WeightLayout:
         """How the parameters, or their copies where ``dtype`` differs from theirs, lie in memory."""
@@ -66,6 +69,11 @@ class LocalExperts:
 
     def are_aligned(self, dtype: torch.dtype) -> bool:
         """Whether every matrix, or its copy where ``dtype`` differs from the parameters', begins at 16 bytes."""
+        if dtype not in self._aligned:
+            self._aligned[dtype] = self._look_at_alignment(dtype)
+        return self._aligned[dtype]
+
+    def _look_at_alignment(self, dtype: torch.dtype) -> bool:
         parameters = self.parameters()
         layout = self.weight_layout(parameters, dtype)
         if parameters[0].dtype != dtype:
@@ -82,29 +90,31 @@ class LocalExperts:
     def are_current(self, experts: nn.ModuleList) -> bool:
         """Whether no module got a hook, another child, another mode, or any other attribute since."""
         try:
-            # Identical objects are equal without a look inside.
-            same_values = list(map(tuple, map(dict.values, self._dicts))) == self._values
-        except RuntimeError:
-            # Two different tensors were compared.
+            return (
+                # Identical objects are equal without a look inside.
+                list(map(tuple, map(dict.values, self._dicts))) == self._values
+                and experts.training is self._training
+                and any(self._hooks) is self._hooked
+                and list(map(len, self._linears)) == self._num_attributes
+                and {None}.issuperset(map(_BIAS, self._unbiased))
+                and self._parameters_are_current()
+            )
+        except (RuntimeError, TypeError):
+            # Two different tensors were compared, or a parameter is gone.
             return False
-        return (
-            same_values
-            and experts.training is self._training
-            and any(self._hooks) is self._hooked
-            and list(map(len, self._linears)) == self._num_attributes
-            and all(parameters["bias"] is None for parameters in self._unbiased)
-            and not any(parameters[kind] is None for parameters, kind in self._slots)
-            and self._parameters_are_current()
-        )
 
     def _parameters_are_current(self) -> bool:
         """Whether the parameters look as they did; their layout is forgotten where they only moved."""
-        parameters = self.parameters()
+        parameters = [parameters[kind] for parameters, kind in self._slots]
         places = _places(parameters)
-        if places == self._places:
-            return True
-        self._places, self._layouts = places, {}
-        return list(map(_look, parameters)) == self._looks
+        same = places == self._places or list(map(_look, parameters)) == self._looks
+        if places != self._places:
+            self._places, self._layouts, self._aligned = places, {}, {}
+        self._parameters = parameters
+        return same
+
+
+_BIAS = operator.itemgetter("bias")
 
 
 def _places(parameters: list[nn.Parameter]) -> tuple[list[int], list[int]]:

@@ -15,6 +15,7 @@ import torch
 from .buffer import Channel
 from .config import TileOverlapConfig
 from .dispatch import place_own_rows
+from .kernels import raw_stream
 from .layout import Plan
 from .overlap_group import NS, Group
 from .schedule import ARRIVALS, TILE_N, Returns, Schedule, schedules
@@ -83,10 +84,10 @@ def project_arriving(
     Returns:
         For each operand [R, its width], and the expert rows [R, K].
     """
-    op, channel, stream = run.op, run.pool.tokens, current_stream(tokens).cuda_stream
+    op, channel, stream = run.op, run.pool.tokens, raw_stream(tokens)
     # Couriers read 16 bytes at a time; a view may begin anywhere.
     tokens = tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
-    arriving = int(plan.remote_sends.sum(0).max()) * run.row_bytes
+    arriving = max(map(sum, zip(*plan.remote_sends))) * run.row_bytes
     channel.reserve(arriving, 2 * arriving)
     rows = tokens.new_empty(plan.row_sources.numel(), tokens.shape[1])
     place_own_rows(tokens, plan, rows)
@@ -106,10 +107,6 @@ def project_arriving(
         # The first operand's kernel sends and receives; the next ones find everything in place.
         carried = {}
     return results, rows
-
-
-def current_stream(tensor: torch.Tensor) -> torch.cuda.Stream:
-    return torch.cuda.current_stream(tensor.device)
 
 
 def begin(
@@ -139,7 +136,7 @@ def begin(
         began=channel.began.data_ptr() if what == run.op.TOKENS_OUT else 0,
         failure=run.pool.failure.data_ptr(),
         limit_ns=run.limit_ns,
-        stream=current_stream(plan.device_counts).cuda_stream,
+        stream=raw_stream(plan.device_counts),
         **counters,
     )
     return left
@@ -265,7 +262,7 @@ def multiply(
         k=rows.shape[1],
         is_half=result.dtype == torch.float16,
         b_is_transposed=operand.transposed,
-        stream=current_stream(result).cuda_stream,
+        stream=raw_stream(result),
         **{"num_sms": run.group.num_sms, **options},
     )
 
@@ -290,7 +287,8 @@ def return_while_computed(
     """
     op, pool, returns, comm_sms = run.op, run.pool, plan.returns, run.comm_sms
     channel, (rows, operand) = pool.returns, pairs[0]
-    width, is_half, main = operand.width, rows.dtype == torch.float16, current_stream(rows)
+    width, is_half = operand.width, rows.dtype == torch.float16
+    main = torch.cuda.current_stream(rows.device) if comm_sms else None
     tiles = run.tiles(width, returns)
     channel.reserve(*(count * run.row_bytes for count in rows_to_receive(plan)))
     pool.reserve_signals(tiles.num_bands * -(-width // TILE_N) * 2)
@@ -329,7 +327,7 @@ def return_while_computed(
             num_peers=plan.peers.size,
             is_half=is_half,
             num_sms=run.group.num_sms,
-            stream=main.cuda_stream,
+            stream=raw_stream(rows),
             **of_channel(run, channel, *RECEIVING, "finished"),
         )
     return sums
@@ -344,7 +342,7 @@ class ScalarReturn:
 
     def __init__(self, values: torch.Tensor, tiles: Schedule, plan: Plan, run: Run):
         channel, record_bytes = run.pool.scalars, -(-plan.top_k // 4) * 16
-        most = int(plan.remote_sends.sum(1).max()) * record_bytes
+        most = max(map(sum, plan.remote_sends)) * record_bytes
         channel.reserve(most, 2 * most)
         self._run, self._like = run, plan.slots
         self._arguments = dict(
@@ -359,7 +357,7 @@ class ScalarReturn:
             num_choices=plan.top_k,
             num_peers=plan.peers.size,
             received=channel.received,
-            stream=current_stream(values).cuda_stream,
+            stream=raw_stream(values),
             **of_channel(run, channel, *SENDING, *RECEIVING, "finished"),
         )
         # What the addresses belong to.

@@ -9,12 +9,13 @@ Source: arXiv 2607.19539, remote-first tile schedule and combine plan; rows here
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from .kernels import raw_stream
 from .layout import Plan
 
 BAND = 128
@@ -40,8 +41,8 @@ class Schedule:
             than there are, of which only the parts before it count.
         num_segments: [1] int32.
         panel_tiles: [panels] int32, tiles with remote rows in each panel; for sums that return.
-        band_parts: [bands + 1] int32, parts of :data:`PART_BYTES` of rows from peers in each band; for rows that arrive.
-            The last one counts for nothing: there is always one.
+        band_parts: [bands + 1] int32, parts of rows from peers in each band (``csrc/courier.cuh``); for rows that
+            arrive. The last one counts for nothing: there is always one.
         sum_runs: [W - 1, 4] int32: first received row, rows, peer, row at the peer; for sums that return.
         send_runs: [W - 1, 4] int32: first sent row, rows, peer, row at the peer; for tokens that go out.
         num_bands: an upper limit.
@@ -98,7 +99,7 @@ def schedules(op, plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Sch
         gemms: of each the columns of its result, the bytes of a row that travels (a multiple of 16), and how rows come
             home or :data:`ARRIVALS`.
     """
-    found = [_empty_schedule(plan, *gemm) for gemm in gemms]
+    found = _empty_schedules(plan, gemms)
     op.schedule(
         counts=plan.device_counts.data_ptr(),
         counts_stride=plan.device_counts.shape[1],
@@ -106,29 +107,34 @@ def schedules(op, plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Sch
         rank=plan.peers.rank,
         num_experts=plan.num_experts,
         tilings=[_tiling(op, schedule) for schedule in found],
-        stream=torch.cuda.current_stream(plan.device_counts.device).cuda_stream,
+        stream=raw_stream(plan.device_counts),
     )
     return found
 
 
-def _empty_schedule(plan: Plan, n: int, row_bytes: int, returns: Returns) -> Schedule:
+def _empty_schedules(plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Schedule]:
+    """Schedules whose words are not written yet, all in one allocation."""
     routes, size = plan.routes[:, plan.peers.rank], plan.peers.size
     # Every run of rows with tiles of its own may end in a tile that is not full.
-    num_bands = int((-(-(routes if returns.aligns_owners else routes.sum(0)) // BAND)).sum())
-    most_items = num_bands * -(-n // TILE_N) + 1
+    num_bands = {
+        aligns_owners: int((-(-(routes if aligns_owners else routes.sum(0)) // BAND)).sum())
+        for aligns_owners in {returns.aligns_owners for _, _, returns in gemms}
+    }
     most_segments = int((routes // BAND + 2).sum())
-    words = _words(
-        plan.device_counts.device,
-        most_items * ITEM_WORDS,
-        1,
-        most_segments * SEGMENT_WORDS,
-        1,
-        returns.num_panels,
-        num_bands + 1,
-        size * SUM_RUN_WORDS,
-        size * SUM_RUN_WORDS,
-    )
-    return Schedule(n, row_bytes, returns, *words, num_bands)
+    counts = []
+    for n, _, returns in gemms:
+        bands = num_bands[returns.aligns_owners]
+        most_items = bands * -(-n // TILE_N) + 1
+        counts += [most_items * ITEM_WORDS, 1, most_segments * SEGMENT_WORDS, 1, returns.num_panels, bands + 1]
+        counts += [size * SUM_RUN_WORDS] * 2
+    # Each begins at 16 bytes.
+    counts = [-(-count // 4) * 4 for count in counts]
+    words = torch.empty(sum(counts), dtype=torch.int32, device=plan.device_counts.device).split_with_sizes(counts)
+    each = len(counts) // len(gemms)
+    return [
+        Schedule(n, row_bytes, returns, *words[i * each : (i + 1) * each], num_bands[returns.aligns_owners])
+        for i, (n, row_bytes, returns) in enumerate(gemms)
+    ]
 
 
 def _tiling(op, schedule: Schedule):
@@ -150,12 +156,6 @@ def _tiling(op, schedule: Schedule):
         sum_runs=schedule.sum_runs.data_ptr(),
         send_runs=schedule.send_runs.data_ptr(),
     )
-
-
-def _words(device: torch.device, *counts: int) -> Sequence[torch.Tensor]:
-    """Uninitialised int32 tensors of so many words each, 16-byte aligned, in one allocation."""
-    sizes = [-(-count // 4) * 4 for count in counts]
-    return torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ recomputed with the rows they index, so a row and its place never come from two 
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from .combine import return_rows, return_rows_and_scalars, return_scalars
@@ -167,7 +169,10 @@ def backward(
 
 def _state(parameters: tuple[torch.Tensor, ...]) -> tuple[int, int]:
     """Two numbers that change when any parameter is changed in place, or moved."""
-    return sum(parameter._version for parameter in parameters), sum(map(torch.Tensor.data_ptr, parameters))
+    return sum(map(_VERSION, parameters)), sum(map(torch.Tensor.data_ptr, parameters))
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 def _differentiable_backward(ctx, grad, x, weights, plan, parameters):

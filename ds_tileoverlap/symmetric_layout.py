@@ -5,13 +5,9 @@ The same :class:`~ds_tileoverlap.layout.Plan` as ``layout.layout`` makes; positi
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
-import torch
-
 from .config import TileOverlapConfig
 from .exchange import WATCHDOG_MARGIN_S, Peers, peer_error
+from .kernels import raw_stream
 from .layout import Plan
 from .overlap_group import NS, Group, check_failure
 from .route import Routes
@@ -42,7 +38,7 @@ def layout(
     op, pool = group.op, group.pool
     experts, weights = routes.experts, routes.weights.detach().contiguous()
     (num_tokens, top_k), size, rank = experts.shape, peers.size, peers.rank
-    stream = torch.cuda.current_stream(experts.device).cuda_stream
+    stream = raw_stream(experts)
     limit_ns = int(peers.timeout_s * NS)
     keys = num_experts + size
     row = keys + 1
@@ -86,7 +82,7 @@ def layout(
     num_received, num_rows = sum(plan.recv_splits), sum(plan.expert_counts)
     sent_tokens = experts.new_empty(sum(plan.send_splits))
     record_bytes = -(-2 * top_k // 4) * 16
-    most = int(plan.sends.sum(0).max()) * record_bytes
+    most = max(map(sum, zip(*plan.sends.tolist()))) * record_bytes
     records.reserve(most, 2 * most)
     shared = dict(
         generation_bytes=records.capacity_bytes,
@@ -136,8 +132,7 @@ def layout(
         finished=records.finished.data_ptr(),
         **shared,
     )
-    return replace(
-        plan,
+    return plan.but(
         sent_tokens=sent_tokens,
         choice_slots=choice_slots,
         token_slots=token_slots,
@@ -152,18 +147,15 @@ def layout(
 
 def choose_returns(config: TileOverlapConfig, plan: Plan, row_bytes: int) -> Returns:
     """How rows come home: from the exchanged counts, so that all ranks choose alike."""
-    size, routes = plan.peers.size, plan.routes.sum(2)
-    remote_routes, remote_sends = int(routes.sum() - routes.trace()), int(plan.remote_sends.sum())
-    sums = remote_sends < SUMS_BELOW * remote_routes if config.combine == "auto" else config.combine == "sums"
+    num_routes, num_sends = sum(map(sum, plan.remote_routes)), sum(map(sum, plan.remote_sends))
+    sums = num_sends < SUMS_BELOW * num_routes if config.combine == "auto" else config.combine == "sums"
     bands = config.bands_per_segment
     if bands == "auto":
         bands = max(1, SEGMENT_BYTES // (BAND * row_bytes))
-    # With two ranks half of all tiles are local: while they run, everything else can travel.
-    return Returns(sums, config.owner_alignment == "tile", bands, num_panels=1 if not sums or size == 2 else 4)
+    return Returns(sums, config.owner_alignment == "tile", bands, num_panels=2 if sums else 1)
 
 
 def rows_to_receive(plan: Plan) -> tuple[int, int]:
     """The most rows that any rank of the group receives now, and that it could from as many tokens."""
-    routes = plan.routes.sum(2)
-    remote = plan.remote_sends if plan.returns.sums else routes * (1 - np.eye(len(routes), dtype=np.int32))
-    return int(remote.sum(1).max()), int(routes.sum(1).max())
+    remote = plan.remote_sends if plan.returns.sums else plan.remote_routes
+    return max(map(sum, remote)), int(plan.routes.sum((1, 2)).max())

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu(1)
 
 # Rows of an expert: around the ends of a warpgroup's, a tile's and an item's share.
 ROWS = (0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
-RANKS, RANK, OWN_TOKENS = 3, 1, 100
+RANKS, RANK = 3, 1
 # Signals are stamped with the epoch, and wrap with it.
 EPOCH, BEFORE = -1, -2
 # Half a unit in the last place, and what tensor cores may lose of the sum of absolute products.
@@ -45,7 +45,7 @@ class Problem:
 
     Attributes:
         routes: [RANKS, E_local], rows of each owner.
-        a: [R, K]; of gathered rows what they are together.
+        a: [R, K].
         weights: of each expert [N, K], or [K, N] where transposed.
         options: further arguments of the operator.
     """
@@ -104,39 +104,41 @@ def problem(seed, k, n, dtype, transposed, experts, aligns_owners=False, panel_t
     return Problem(dtype, k, n, transposed, aligns_owners, panel_tiles, routes, a, weights)
 
 
-def run(op, p, num_sms, counts_tiles=True):
+def run(op, p, num_sms, counts_tiles=True, local_first=False, **options):
     """Runs the GEMM on dirty memory; everything but the values is checked here. Returns C [R, N]."""
-    items = schedule.plain_items(p.routes, RANK, p.n, p.aligns_owners, p.panel_tiles)
+    items = schedule.plain_items(p.routes, RANK, p.n, p.aligns_owners, p.panel_tiles, local_first)
     runs = p.routes if p.aligns_owners else p.routes.sum(0)
     num_signals = int((-(-runs // schedule.BAND)).sum()) * p.column_tiles * 2
     panel_tiles = p.panel_tiles or p.column_tiles
     num_panels = -(-p.column_tiles // panel_tiles)
 
-    def words(count, value):
-        return torch.full((count + GUARD_WORDS,), value, dtype=torch.int32, device=DEVICE)
+    to_do = [0] * num_panels
+    for item in items:
+        for _, column in tiles_of_item(item, p.column_tiles):
+            to_do[column // panel_tiles] += item[5]
+
+    def words(values):
+        return torch.tensor([*values, *[BEFORE] * GUARD_WORDS], dtype=torch.int32, device=DEVICE)
 
     c, memory = amid_nan(len(p.a), p.n, p.dtype, fill=False)
-    signals, panel_done, claimed = words(num_signals, BEFORE), words(num_panels, BEFORE), words(1, 0)
-    epoch = torch.tensor([EPOCH], dtype=torch.int32, device=DEVICE)
-    table, num_items = words_of_items(items).to(DEVICE), torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
-    options = {"a": p.a.data_ptr(), "b_maps": p.maps(op, p.weights).data_ptr(), **p.options}
+    signals, panel_left, claimed, epoch = (words(v) for v in ([BEFORE] * num_signals, to_do, [0], [EPOCH]))
+    table, num_items = words_of_items(items).to(DEVICE), words([len(items)])
+    options = {"a": p.a.data_ptr(), "b_maps": p.maps(op, p.weights).data_ptr(), **p.options, **options}
+    if counts_tiles:
+        options.update(signals=signals.data_ptr(), epoch=epoch.data_ptr())
+        options.update(panel_left=panel_left.data_ptr(), panel_tiles=panel_tiles)
     op.expert_gemm(
         c=c.data_ptr(), items=table.data_ptr(), num_items=num_items.data_ptr(), claimed=claimed.data_ptr(),
-        signals=signals.data_ptr() if counts_tiles else 0, epoch=epoch.data_ptr() if counts_tiles else 0,
-        panel_done=panel_done.data_ptr() if counts_tiles else 0, panel_tiles=panel_tiles, num_rows=len(p.a), n=p.n,
-        k=p.k, is_half=p.dtype == torch.float16, b_is_transposed=p.transposed, num_sms=num_sms, courier=op.Courier(),
-        stream=torch.cuda.current_stream().cuda_stream, **options,
+        num_rows=len(p.a), n=p.n, k=p.k, is_half=p.dtype == torch.float16, b_is_transposed=p.transposed,
+        num_sms=num_sms, stream=torch.cuda.current_stream().cuda_stream, **options,
     )  # fmt: skip
     torch.cuda.synchronize()
-    assert (claimed == 0).all(), "claimed items"
+    assert claimed[0] == 0, "claimed items"
     assert is_untouched_around(c, memory), "written outside of C"
     assert (signals[:num_signals] == (EPOCH if counts_tiles else BEFORE)).all(), "ready signals"
     assert (signals[num_signals:] == BEFORE).all(), "written behind the signals"
-    finished = [0] * num_panels
-    for item in items if counts_tiles else []:
-        for _, column in tiles_of_item(item, p.column_tiles):
-            finished[column // panel_tiles] += item[5]
-    assert panel_done.tolist() == [BEFORE + count for count in finished] + [BEFORE] * GUARD_WORDS, "finished tiles"
+    left = [0] * num_panels if counts_tiles else to_do
+    assert panel_left.tolist() == left + [BEFORE] * GUARD_WORDS, "tiles that are left"
     return c
 
 
@@ -215,52 +217,77 @@ def test_nan_stays_in_its_row_and_in_its_expert(op, transposed):
     assert torch.equal(dirty, clean), "NaN of one expert's weight reached another expert"
 
 
-def gathered(op, p, seed):
-    """The same rows as ``p.a``, scattered: some are this rank's tokens, the others have come from peers."""
+def make_arriving(p, seed):
+    """Gives ``p`` rows of which each received one may be wanted by several experts. Returns these and who is where."""
     rng = np.random.default_rng(seed)
-    # Within an expert the rows of other ranks come first; each of them may be wanted by several experts.
-    sent = [37, OWN_TOKENS - 20, 45]
+    sent = (37, 80, 45)
     first = np.cumsum([0, *sent])
+    # Within an expert the rows of other ranks come first.
     sources = [
         rng.integers(first[owner], first[owner + 1], p.routes[owner, expert])
         for expert in range(p.routes.shape[1])
         for owner in ((RANK + 1) % RANKS, (RANK + 2) % RANKS, RANK)
     ]
     sources = torch.from_numpy(np.concatenate(sources).astype(np.int32)).to(DEVICE)
-    own_tokens = torch.from_numpy(rng.permutation(OWN_TOKENS)[: sent[RANK]].astype(np.int32)).to(DEVICE)
-    tokens, _ = amid_nan(OWN_TOKENS, p.k, p.dtype)
+    received = torch.randn(sum(sent), p.k, device=DEVICE).to(p.dtype)
+    p.a = received[sources.long()]
+    return received, sources, int(first[RANK]), int(first[RANK + 1])
+
+
+def run_arriving(op, p, num_sms, received, sources, own_first, own_end, under_gemm=True):
+    """Runs the GEMM on rows of which its couriers, or couriers before it, put those of peers in place. Returns C."""
+    is_own = (sources >= own_first) & (sources < own_end)
+    rows, memory = amid_nan(len(sources), p.k, p.dtype, fill=False)
+    rows[is_own] = p.a[is_own]
     # Two halves of a receive buffer; the epoch is odd, so that the second holds the rows.
-    halves = torch.full((2, sent[0] + sent[2] + 3, p.k), UNTOUCHED, dtype=torch.int16, device=DEVICE).view(p.dtype)
-    received = halves[1, : sent[0] + sent[2]].normal_()
-    rows = torch.cat([received[: sent[0]], tokens[own_tokens.long()], received[sent[0] :]])
-    p.a = rows[sources.long()]
-    arrived = torch.tensor([5, 0, -7], dtype=torch.int32, device=DEVICE)
-    epoch = torch.tensor([EPOCH], dtype=torch.int32, device=DEVICE)
-    failure = torch.zeros(5, dtype=torch.int32, device=DEVICE)
-    gather = op.Gather(
-        sources=sources.data_ptr(), own_first=sent[0], own_end=sent[0] + sent[1], own_tokens=own_tokens.data_ptr(),
-        tokens=tokens.data_ptr(), received=halves.data_ptr(), generation_bytes=halves[0].numel() * 2,
-        arrived=arrived.data_ptr(), targets=arrived.data_ptr(), epoch=epoch.data_ptr(), num_peers=RANKS,
-        failure=failure.data_ptr(), limit_ns=10**9,
+    remote = torch.cat([received[:own_first], received[own_end:]])
+    halves = torch.full((2, len(remote) + 3, p.k), UNTOUCHED, dtype=torch.int16, device=DEVICE).view(p.dtype)
+    halves[1, : len(remote)] = remote
+    routes = np.zeros((RANKS, *p.routes.shape), dtype=np.int64)
+    routes[:, RANK] = p.routes
+    segments = schedule.plain_segments(routes, RANK, 2 * p.k, False, 1)
+    num_bands = int((-(-p.routes.sum(0) // schedule.BAND)).sum())
+
+    def words(values):
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    missing = words(schedule.plain_band_parts(segments, num_bands) + [BEFORE] * GUARD_WORDS)
+    table, num_segments = words([(*segment, 0) for segment in segments]), words([len(segments) - 1])
+    claimed, finished, failure = words([0]), words([0]), words([0] * 5)
+    epoch, arrived, consumed = words([EPOCH]), words([5, 0, -7]), words([BEFORE] * RANKS)
+    peer_consumed = torch.tensor([consumed[i:].data_ptr() for i in range(RANKS)], device=DEVICE)
+    arrivals = op.Arrivals(
+        rows=rows.data_ptr(), row_bytes=2 * p.k, sources=sources.data_ptr(), own_first=own_first, own_end=own_end,
+        segments=table.data_ptr(), num_segments=num_segments.data_ptr(), missing=missing.data_ptr(),
+        received=halves.data_ptr(), generation_bytes=halves[0].numel() * 2, epoch=epoch.data_ptr(),
+        arrived=arrived.data_ptr(), targets=arrived.data_ptr(), peer_consumed=peer_consumed.data_ptr(),
+        claimed=claimed.data_ptr(), finished=finished.data_ptr(), num_peers=RANKS, failure=failure.data_ptr(),
+        limit_ns=10**9,
     )  # fmt: skip
-    p.options.update(a=0, gather=gather)
-    p.kept += [sources, own_tokens, tokens, halves, arrived, epoch, failure]
-    return failure
+    if not under_gemm:
+        stream = torch.cuda.current_stream().cuda_stream
+        op.run_couriers(arrivals=arrivals, is_half=p.dtype == torch.float16, num_sms=num_sms, stream=stream)
+    c = run(op, p, num_sms, local_first=True, a=rows.data_ptr(), **({"arrivals": arrivals} if under_gemm else {}))
+    assert torch.equal(rows.view(torch.int16), p.a.view(torch.int16)), "rows in place"
+    assert is_untouched_around(rows, memory), "written outside of the rows"
+    assert missing.tolist() == [0] * num_bands + [BEFORE] * GUARD_WORDS, "parts that are missing"
+    assert consumed.tolist() == [EPOCH] * RANKS, "what peers are told"
+    assert not claimed and not finished and not failure.any()
+    return c
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["n,k", "k,n"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gathered_rows_give_the_same_bits(op, shape, dtype, transposed):
+def test_rows_that_arrive_give_the_same_bits(op, shape, dtype, transposed):
     at = SHAPES.index(shape)
     p = problem(at, *shape, dtype, transposed, (12, 1, 40, 3)[at % 4])
-    failure = gathered(op, p, at)
-    first = run(op, p, all_sms())
-    assert not failure.any()
+    arriving = make_arriving(p, at)
+    first = run_arriving(op, p, all_sms(), *arriving)
     assert_close(p, first)
-    assert torch.equal(run(op, p, 2), first)
-    p.options.clear()
-    assert torch.equal(run(op, p, all_sms()), first), "another result where the rows are one matrix"
+    assert torch.equal(run_arriving(op, p, 2, *arriving), first)
+    assert torch.equal(run_arriving(op, p, all_sms(), *arriving, under_gemm=False), first), "placed before the GEMM"
+    assert torch.equal(run(op, p, all_sms()), first), "another result where all rows are there from the start"
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["n,k", "k,n"])

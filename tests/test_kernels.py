@@ -235,16 +235,27 @@ def test_routing_kernel_gives_distinct_experts_on_ties_and_nan(monkeypatch):
     assert counts.sum() == 9 and weights[1].isnan().all() and not weights[[0, 2]].isnan().any()
 
 
-def test_expand_rows_kernel(compare):
-    """Received rows 0-3 from rank 0, 4-6 this rank's own (tokens 5, 0, 2), 7-8 from rank 2."""
-    arrived, x = random(6, 300), random(9, 300)
-    sources = torch.tensor([6, 0, 8, 4, 4, 7, 3, 5], dtype=torch.int32, device=DEVICE)
-    sent = torch.tensor([8, 7, 5, 0, 2, 1], dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize("own,choices", [([5, 0, 2], [[1, -1], [4, 0], [-1, 7]]), ([], [])], ids=["some", "none"])
+@pytest.mark.parametrize("width", [8, 300, 2056])
+def test_place_own_rows(compare, width, own, choices):
+    """Received rows 0-3 are from rank 0, then come this rank's own, then two of rank 2; rows 2, 3, 5 and 6 of peers."""
+    x, before = random(6, width), random(8, width, seed=1)
+    sent = torch.tensor([4, 3, *own, 1], dtype=torch.int32, device=DEVICE)
+    places = [[2, -1], [-1, 5], [3, -1], [-1, 6], *choices, [-1, 2], [6, -1]]
     counts = torch.zeros(3, 3 + 3 + 1, dtype=torch.int32)
-    counts[1, 3:6], counts[:, 4] = torch.tensor([2, 3, 1]), torch.tensor([4, 3, 2])
+    counts[1, 3:6], counts[:, 4] = torch.tensor([2, len(own), 1]), torch.tensor([4, len(own), 2])
     plan = layout.Plan(Peers(None, 1, (0, 1, 2), 0.0, "test"), counts, *[None] * 8)
-    plan = dataclasses.replace(plan, sent_tokens=sent, row_sources=sources)
-    twin, kernel = compare(lambda: [dispatch.expand_rows(arrived, x, plan)])
-    same(kernel, twin)
-    received = torch.cat([arrived[:4], x[[5, 0, 2]], arrived[4:]])
-    assert torch.equal(twin[0], received[sources.long()])
+    plan = dataclasses.replace(
+        plan, sent_tokens=sent, choice_rows=torch.tensor(places, dtype=torch.int32, device=DEVICE)
+    )
+
+    def run():
+        rows = before.clone()
+        dispatch.place_own_rows(x, plan, rows)
+        return [rows]
+
+    expected = before.clone()
+    for token, named in zip(own, choices):
+        expected[[row for row in named if row >= 0]] = x[token]
+    for (rows,) in compare(run):
+        assert torch.equal(rows, expected)

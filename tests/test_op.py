@@ -124,7 +124,8 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
         tokens, tokens, expanded, plan, [rows, rows], weights, set(form.slots), stages, run
     )
     assert grad_x.shape == (8, 64) and grad_weights.shape == (8, 2) and found.keys() == set(form.slots)
-    spinning = {"expert_gemm", "run_couriers", "sum_slots", "place", "receive", "begin", "send_scalars", "collect_scalars"}
+    spinning = {"expert_gemm", "run_couriers", "sum_slots", "place", "receive", "begin"}
+    spinning |= {"send_scalars", "collect_scalars"}
     assert spinning <= loaded, "kernels that wait must be loaded before the first of them waits"
     # Everything that the operator offers has been called.
     offered = {name for name, value in vars(dry_op).items() if callable(value) and name[0].islower()}

@@ -1,7 +1,6 @@
-"""The schedule of tiles, the segments and the slots: worked examples, what any routing must give, and the kernels."""
+"""The schedule of tiles, the segments and the slots: worked examples, what any routing must give, and the kernel."""
 
-import dataclasses
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,8 +45,10 @@ def test_worked_examples():
     sent = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)
     assert schedule.plain_slots(experts, routes, 0, (sent, np.array([[1, 2], [1, 0]]))).tolist() == [[-3, 0], [1, -1]]
     sends = np.array([[5, 1, 2], [3, 9, 4], [7, 6, 8]])
-    assert schedule.plain_sum_runs(sends, 1) == [(10, 6, 2, 7), (0, 1, 0, 0)]
-    assert schedule.plain_send_runs(sends, 1) == [(12, 4, 2, 2), (0, 3, 0, 0)]
+    assert schedule.plain_runs(sends, 1) == [(12, 4, 2, 2), (0, 3, 0, 0)]
+    assert schedule.plain_runs(sends.T, 1) == [(10, 6, 2, 7), (0, 1, 0, 0)]
+    segments = [(0, 9, 1, 0, 0, 1, 0), (9, 9, 1, 9, 2, 1, 1), (18, 9, 0, 0, 2, 1, 2), (0, 0, 0, 0, 0, 0, 4)]
+    assert schedule.plain_band_parts(segments, 3) == [1, 0, 3]
 
 
 def sent_of(chosen, ranks, experts):
@@ -105,6 +106,8 @@ def test_every_row_is_computed_once_and_travels_once(case, aligns_owners, panel_
             for i in range(rows):
                 assert landed[peer].setdefault(peer_row + i, (rank, row + i)) == (rank, row + i)
         assert end[-1] == parts and (sent == (owners != rank)).all()
+        if not panel_tiles:
+            check_arrivals(routes, rank, aligns_owners, owners, first_rows)
     check_sums(case, routes, chosen)
     # Every choice finds its own row: the one that the expert's rank made of that token.
     for rank in range(ranks):
@@ -124,19 +127,31 @@ def test_every_row_is_computed_once_and_travels_once(case, aligns_owners, panel_
                 assert (landed[rank][slot] if home != rank else (rank, -2 - slot)) == (home, row)
 
 
+def check_arrivals(routes, rank, aligns_owners, owners, first_rows):
+    """The parts of a band are those of each peer's rows in it; no segment reaches beyond its band."""
+    segments = schedule.plain_segments(routes, rank, 1000, aligns_owners, 1)
+    parts = schedule.plain_band_parts(segments, len(first_rows))
+    assert sum(parts) == segments[-1][-1]
+    ends = [*(first_rows[band] for band in range(1, len(first_rows))), len(owners)]
+    for band, end in enumerate(ends):
+        of_band = owners[first_rows[band] : end]
+        counts = [(of_band == peer).sum() for peer in range(len(routes)) if peer != rank]
+        assert parts[band] == sum(-(-count * 1000 // schedule.PART_BYTES) for count in counts)
+
+
 def check_sums(case, routes, chosen):
     """Each sum lands in the one row that its token's owner reads for that rank."""
     ranks, experts = case[:2]
     slots, sends = sent_of(chosen, ranks, experts)
     landed = [{} for _ in range(ranks)]
     for rank in range(ranks):
-        for line, lines, peer, peer_row in schedule.plain_sum_runs(sends, rank):
+        for line, lines, peer, peer_row in schedule.plain_runs(sends.T, rank):
             assert line == sends[:peer, rank].sum() and lines == sends[peer, rank]
             for i in range(lines):
                 assert landed[peer].setdefault(peer_row + i, (rank, i)) == (rank, i)
     arrived = [set() for _ in range(ranks)]
     for rank in range(ranks):
-        for line, lines, peer, peer_row in schedule.plain_send_runs(sends, rank):
+        for line, lines, peer, peer_row in schedule.plain_runs(sends, rank):
             assert line == sends[rank, :peer].sum() and lines == sends[rank, peer]
             rows = set(range(peer_row, peer_row + lines))
             assert not rows & arrived[peer]
@@ -158,45 +173,57 @@ def check_sums(case, routes, chosen):
         assert not landed[rank] and visits == sends[rank].sum() - sends[rank, rank]
 
 
+@pytest.fixture
+def dirty_memory():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("aligns_owners,num_panels", [(False, 1), (True, 1), (False, 2), (False, 5)])
 @pytest.mark.parametrize("width", [8, 512, 1288])
 @pytest.mark.parametrize("case", [*CASES, (8, 512, 2000, 8, 0.2), (1, 4, 300, 2, 0.0), (64, 128, 600, 4, 0.0)], ids=str)
-def test_kernels_equal_the_plain_twins(op, case, width, aligns_owners, num_panels):
+def test_kernel_equals_the_plain_twins(op, dirty_memory, case, width, aligns_owners, num_panels):
+    """Schedules of rows that return and of rows that arrive, made at once."""
     ranks, experts, *_ = case
     routes, chosen = routes_of(2, *case)
-    slots, sends = sent_of(chosen, ranks, experts)
+    _, sends = sent_of(chosen, ranks, experts)
     counts = torch.zeros(ranks, experts + ranks + 1, dtype=torch.int32)
     counts[:, :experts] = torch.from_numpy(routes.reshape(ranks, -1))
     counts[:, experts:-1] = torch.from_numpy(sends)
-    done = torch.arange(100, 100 + num_panels, dtype=torch.int32, device="cuda")
-    for rank, sums in {(0, False), (ranks - 1, True), (ranks // 2, True)}:
+    ways = [
+        schedule.Returns(False, aligns_owners, 3, num_panels),
+        replace(schedule.ARRIVALS, aligns_owners=aligns_owners, num_panels=num_panels),
+        schedule.ARRIVALS,
+    ]
+    gemms = [(width + 8 * i, 2 * width, returns) for i, returns in enumerate(ways)]
+    for rank in {0, ranks // 2, ranks - 1}:
         plan = Plan(Peers(None, rank, tuple(range(ranks)), 0.0, "test"), counts, counts.cuda(), *[None] * 7)
-        plan = dataclasses.replace(plan, token_slots=slots[rank].cuda())
-        returns = schedule.Returns(sums, aligns_owners, 3, num_panels)
-        group = SimpleNamespace(op=op, pool=SimpleNamespace(panel_done=done))
-        local_first = num_panels == 1 and sums
-        found = schedule.tile_schedule(group, plan, width, 2 * width, returns, local_first)
-        tiles = returns.panel_tiles(width)
-        items = schedule.plain_items(routes[:, rank], rank, width, aligns_owners, tiles, local_first)
-        got = found.items.view(-1, 4)[: int(found.num_items[0])].tolist()
-        assert [(r, n, z & 0x7FFF, z >> 16 & 0xFFFF, band, bool(z & 0x8000)) for r, n, z, band in got] == items
-        segments = schedule.plain_segments(routes, rank, 2 * width, aligns_owners, 3)
-        assert int(found.num_segments[0]) == len(segments) - 1
-        assert [tuple(s[:7]) for s in found.segments.view(-1, 8)[: len(segments)].tolist()] == segments
-        assert len(items) * 4 <= found.items.numel() and len(segments) * 8 <= found.segments.numel()
-        assert max((band + (n > 128) for _, n, _, _, band, _ in items), default=-1) < found.num_bands
-        runs = schedule.plain_sum_runs(sends, rank)
-        assert [tuple(run) for run in found.sum_runs.view(-1, 4)[: ranks - 1].tolist()] == runs
-        runs = schedule.plain_send_runs(sends, rank)
-        assert [tuple(run) for run in found.send_runs.view(-1, 4)[: ranks - 1].tolist()] == runs
-        finished = [0] * num_panels
-        for _, rows, _, column, _, of_remote in items:
-            for c in [column, column] if rows > schedule.BAND else [column, column + 1]:
-                finished[c // tiles if c < -(-width // schedule.TILE_N) else 0] += of_remote and c < -(
-                    -width // schedule.TILE_N
-                )
-        assert [t - d for t, d in zip(found.panel_targets.tolist(), done.tolist())] == finished
-        sent = (slots[rank], sends) if sums else None
-        got = schedule.schedule_slots(op, plan, found, chosen[rank].cuda(), sums)
-        assert torch.equal(got.cpu(), schedule.plain_slots(chosen[rank], routes, rank, sent))
+        for gemm, found in zip(gemms, schedule.schedules(op, plan, gemms), strict=True):
+            assert (found.n, found.row_bytes, found.returns) == gemm
+            assert_equals_twins(found, routes, sends, rank)
+
+
+def assert_equals_twins(found, routes, sends, rank):
+    returns, tiles, column_tiles = found.returns, found.returns.panel_tiles(found.n), -(-found.n // schedule.TILE_N)
+    aligns_owners, bands = returns.aligns_owners, returns.bands_per_segment
+    items = schedule.plain_items(routes[:, rank], rank, found.n, aligns_owners, tiles, returns.local_first)
+    got = found.items.view(-1, 4)[: int(found.num_items[0])].tolist()
+    assert [(r, n, z & 0x7FFF, z >> 16 & 0xFFFF, band, bool(z & 0x8000)) for r, n, z, band in got] == items
+    segments = schedule.plain_segments(routes, rank, found.row_bytes, aligns_owners, bands)
+    assert int(found.num_segments[0]) == len(segments) - 1
+    assert [tuple(s[:7]) for s in found.segments.view(-1, 8)[: len(segments)].tolist()] == segments
+    assert len(items) * 4 <= found.items.numel() and len(segments) * 8 <= found.segments.numel()
+    num_bands = max((band + 1 + (n > 128) for _, n, _, _, band, _ in items), default=0)
+    assert num_bands <= found.num_bands < found.band_parts.numel()
+    if returns.local_first:
+        assert found.band_parts[:num_bands].tolist() == schedule.plain_band_parts(segments, num_bands)
+    for runs, rows in ((found.sum_runs, sends.T), (found.send_runs, sends)):
+        assert [tuple(run) for run in runs.view(-1, 4)[: len(sends) - 1].tolist()] == schedule.plain_runs(rows, rank)
+    to_do = [0] * returns.num_panels
+    for _, rows, _, column, _, of_remote in items:
+        for c in [column, column] if rows > schedule.BAND else [column, column + 1]:
+            if of_remote and c < column_tiles:
+                to_do[c // tiles] += 1
+    assert found.panel_tiles[: returns.num_panels].tolist() == to_do

@@ -23,17 +23,17 @@ from torch.utils import cpp_extension
 
 from ds_tileoverlap import overlap_group, placement, schedule
 from ds_tileoverlap.op_builder import tileoverlap as builders
-from ds_tileoverlap.schedule import Returns, Schedule
+from ds_tileoverlap.schedule import ARRIVALS, Returns, Schedule
 from ds_tileoverlap.weight_maps import WeightMaps
 
 DEVICE = torch.device("cuda")
-# What can be late or missing, in the order in which a rank enqueues it: tokens out, what arrived is kept; rows home.
-TOKENS, HOME = ("send", "keep"), ("begin", "gemm", "couriers", "sum")
+# What can be late or missing, in the order in which a rank enqueues it: the ranks meet, tokens travel; rows come home.
+TOKENS, HOME = ("meet", "project"), ("begin", "gemm", "couriers", "sum")
 STAGES = TOKENS + HOME
 CHANNELS = {"tokens": TOKENS, "returns": HOME}
 # Which stage makes a result.
-MADE_BY = {"hidden": "send", "kept": "keep", "outputs": "gemm", "sums": "sum"}
-# SMs of one rank: all ranks must be resident together, with room for the sums of those that are done with their GEMM.
+MADE_BY = {"gathered": "project", "hidden": "project", "outputs": "gemm", "sums": "sum"}
+# SMs of one rank: all ranks must be resident together, with room for a kernel of each that waits between two GEMMs.
 SMS_OF_RANK = {1: 100, 2: 48, 4: 28, 8: 14}
 # About a millisecond at the H200's highest clock; nothing depends on its exact length.
 CYCLES_PER_MS = 2_000_000
@@ -69,6 +69,7 @@ class Use:
         returns: how rows come home.
         stages: :data:`TOKENS`, :data:`HOME` or both.
         comm_sms: SMs that the couriers of the rows home have to themselves; 0: they are warps of the GEMM.
+        overlaps_dispatch: whether tokens travel under the GEMM that reads them, or before it.
         at_home: ranks whose tokens go to their own experts alone.
         skew: 0 for a balanced router, 1 for one with favourite experts.
     """
@@ -77,6 +78,7 @@ class Use:
     returns: Returns = Returns(False, False, 2, 1)
     stages: tuple[str, ...] = HOME
     comm_sms: int = 0
+    overlaps_dispatch: bool = True
     num_experts: int = 8
     top_k: int = 2
     inner: int = 200
@@ -89,6 +91,10 @@ class Use:
     @property
     def num_ranks(self) -> int:
         return len(self.lengths)
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.inner
 
     @property
     def row_bytes(self) -> int:
@@ -143,6 +149,12 @@ def expected_sums(x: torch.Tensor, routes: torch.Tensor, weights: torch.Tensor) 
     return rounded
 
 
+def products_of(rows: torch.Tensor, counts: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
+    """[R, N], the rows of each expert times its weight [N, K], exact."""
+    parts = rows.double().split(list(counts))
+    return torch.cat([part @ weight.t() for part, weight in zip(parts, weights.double())]).to(rows.dtype)
+
+
 def received_rows(use: Use, placed: Placement, of_tokens: bool = False) -> np.ndarray:
     """[W, W], how many rows come to each rank from each rank: tokens, or what returns of them."""
     counts = placed.sends.T if of_tokens else placed.sends if use.returns.sums else placed.routes.sum(2)
@@ -170,6 +182,9 @@ class Placement:
     def sends(self) -> np.ndarray:
         """[W, W]."""
         return self.counts.numpy()[:, -len(self.counts) - 1 : -1]
+
+    def expert_counts(self, rank: int) -> list[int]:
+        return self.routes[:, rank].sum(0).tolist()
 
     def received_of(self, rank: int, tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a rank receives of the tokens of each rank, its own included."""
@@ -217,41 +232,37 @@ def tiles_of_item(item: tuple[int, int, int, int, int, bool], column_tiles: int)
     return [(band, c) for c in (column, column + 1) if c < column_tiles]
 
 
-def tables_of(
-    use: Use, placed: Placement, rank: int, device: torch.device, returns: Returns, local_first: bool = False
-) -> tuple[Schedule, list[int]]:
-    """One rank's schedule from the plain functions, so that nothing depends on the schedule's kernels.
-
-    Returns:
-        The Schedule without targets, and how many tiles of items with remote rows each panel has.
-    """
-    panel_tiles = returns.panel_tiles(use.width)
+def tables_of(use: Use, placed: Placement, rank: int, device: torch.device, returns: Returns) -> Schedule:
+    """One rank's schedule of :data:`ARRIVALS` or of the use's own returns, from the plain functions: nothing depends on
+    the schedule's kernel."""
+    arrive, panel_tiles = returns.local_first, returns.panel_tiles(use.width)
+    row_bytes = use.token_bytes if arrive else use.row_bytes
     mine = placed.routes[:, rank]
-    items = schedule.plain_items(mine, rank, use.width, returns.aligns_owners, panel_tiles, local_first)
-    finished, num_bands = [0] * returns.num_panels, 0
+    items = schedule.plain_items(mine, rank, use.width, returns.aligns_owners, panel_tiles, arrive)
+    to_do, num_bands = [0] * returns.num_panels, 0
     for item in items:
         for band, column in tiles_of_item(item, use.column_tiles):
             num_bands = max(num_bands, band + 1)
-            finished[column // panel_tiles] += item[5]
-    *segments, end = schedule.plain_segments(
-        placed.routes, rank, use.row_bytes, returns.aligns_owners, returns.bands_per_segment
-    )
+            to_do[column // panel_tiles] += item[5]
+    segments = schedule.plain_segments(placed.routes, rank, row_bytes, returns.aligns_owners, returns.bands_per_segment)
 
     def words(values, width):
         return torch.from_numpy(np.array(values, dtype=np.int32).reshape(-1, width)).to(device)
 
-    tables = Schedule(
+    return Schedule(
+        n=use.width,
+        row_bytes=row_bytes,
+        returns=returns,
         items=words_of_items(items).to(device),
         num_items=words([len(items)], 1),
-        segments=words([(*segment, 0) for segment in [*segments, end]], 8),
-        num_segments=words([len(segments)], 1),
-        sum_runs=words(schedule.plain_sum_runs(placed.sends, rank), 4),
-        send_runs=words(schedule.plain_send_runs(placed.sends, rank), 4),
-        panel_targets=words([], 1),
-        slot_bases=words([], 1),
+        segments=words([(*segment, 0) for segment in segments], 8),
+        num_segments=words([len(segments) - 1], 1),
+        panel_tiles=words(to_do, 1),
+        band_parts=words([*schedule.plain_band_parts(segments, num_bands), UNTOUCHED] if arrive else [], 1),
+        sum_runs=words(schedule.plain_runs(placed.sends.T, rank), 4),
+        send_runs=words(schedule.plain_runs(placed.sends, rank), 4),
         num_bands=num_bands,
     )
-    return tables, finished
 
 
 def slots_of(use: Use, placed: Placement, routes: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
@@ -276,8 +287,9 @@ class VirtualChannel:
 
     def __init__(self, rank: int, size: int, capacity_bytes: int, start: int):
         self.rank, self.capacity_bytes = rank, capacity_bytes
-        self.epoch, self.claimed, self.finished = _words(1, start), _words(1, 0), _words(1, 0)
-        self.targets, self.arrived, self.consumed = (_words(size, start) for _ in range(3))
+        self.epoch = _words(1, start)
+        self.claimed, self.placed, self.finished = (_words(1, 0) for _ in range(3))
+        self.targets, self.arrived, self.consumed, self.began = (_words(size, start) for _ in range(4))
         # All bits set is NaN in both dtypes: what is read before it has come does not go unnoticed.
         self.buffer = torch.full((2 * capacity_bytes + GUARD_WORDS,), 255, dtype=torch.uint8, device=DEVICE)
         self.received = self.buffer.data_ptr()
@@ -285,20 +297,20 @@ class VirtualChannel:
     def meet(self, everyone: Sequence[VirtualChannel]) -> None:
         """Learns the addresses of the others."""
         self.peer_buffers = _addresses(peer.received for peer in everyone)
-        self.peer_arrived = _addresses(peer.arrived.data_ptr() + 4 * self.rank for peer in everyone)
-        self.peer_consumed = _addresses(peer.consumed.data_ptr() + 4 * self.rank for peer in everyone)
+        self.peer_arrived, self.peer_consumed, self.peer_began = (
+            _addresses(getattr(peer, name).data_ptr() + 4 * self.rank for peer in everyone)
+            for name in ("arrived", "consumed", "began")
+        )
 
 
 class VirtualRank:
     """One rank's words, channels and streams, named as in :class:`ds_tileoverlap.buffer.Pool`."""
 
-    def __init__(self, rank: int, size: int, capacities: Sequence[int], num_signals: int, start: int, panels: int):
+    def __init__(self, rank: int, size: int, capacities: Sequence[int], num_signals: int, start: int):
         self.device, self.rank = DEVICE, rank
         self.tokens, self.returns = (VirtualChannel(rank, size, capacity, start) for capacity in capacities)
-        self.records = self.tokens
-        self.claimed_items = _words(1, 0)
-        self.panel_done, self.signals = _words(panels + GUARD_WORDS, start), _words(num_signals + GUARD_WORDS, start)
-        self.failure = torch.zeros(5, dtype=torch.int32).pin_memory()
+        self.claimed_items, self.failure = _words(1, 0), _words(5, 0)
+        self.signals = _words(num_signals + GUARD_WORDS, start)
         self.main, self.stream = _streams()[0][rank], _streams()[1][rank]
         self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
         self.began, self.ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -339,8 +351,9 @@ def streams_that_hold_up_others(ms: float) -> list[int]:
 class Job:
     """What one rank needs for one use, and what it should make: all in memory before the first kernel starts.
 
-    ``hidden`` [R, N] is the product of gathered tokens, ``outputs`` that of the same rows in one matrix; ``kept`` are
-    the tokens that arrived, ``sums`` [T, N] what came home. Each of the four has guard rows behind it.
+    ``gathered`` [R, K] are the rows of its experts, of which only its own tokens are there before the others arrive,
+    ``hidden`` [R, N] their products. ``outputs`` are those of ``rows``, the same from the start; ``sums`` [T, N] came
+    home. Each of the four has guard rows behind it. ``missing`` and ``panel_left`` are counted down.
     """
 
     x: torch.Tensor
@@ -351,14 +364,15 @@ class Job:
     choice_rows: torch.Tensor
     row_sources: torch.Tensor
     sent_tokens: torch.Tensor
-    own_tokens: torch.Tensor
     own_first: int
     own_end: int
     slots: torch.Tensor
     arrivals: Schedule
     tiles: Schedule
+    missing: torch.Tensor
+    panel_left: torch.Tensor
+    gathered: torch.Tensor
     hidden: torch.Tensor
-    kept: torch.Tensor
     outputs: torch.Tensor
     sums: torch.Tensor
     expected: dict[str, torch.Tensor]
@@ -370,150 +384,155 @@ def _untouched(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return bits.view(dtype)
 
 
-def _jobs(use: Use, placed: Placement, routes: Sequence[torch.Tensor], panel_done: list[list[int]]) -> list[Job]:
-    """One a rank; ``panel_done`` of each rank is moved on by what this use finishes."""
+def _jobs(use: Use, placed: Placement, routes: Sequence[torch.Tensor]) -> list[Job]:
+    """One a rank."""
     tokens = [tokens_of(use, rank, DEVICE) for rank in range(use.num_ranks)]
-    weights, local = weights_of(use, DEVICE), use.num_experts // use.num_ranks
-    counts, jobs = placed.counts.to(DEVICE), []
-    for rank, x in enumerate(tokens):
-        tiles, finished = tables_of(use, placed, rank, DEVICE, use.returns)
-        if use.returns.sums and "gemm" in use.stages:
-            for panel, count in enumerate(finished):
-                panel_done[rank][panel] += count
-        rows, mine = placed.rows_of(rank, tokens), weights[rank * local : (rank + 1) * local].clone()
-        received, own_sent = placed.received_of(rank, tokens), int(placed.sends[rank, :rank].sum())
-        own_first, own = sum(map(len, received[:rank])), len(received[rank])
-        parts = rows.double().split(placed.routes[:, rank].sum(0).tolist())
-        product = torch.cat([part @ w.t() for part, w in zip(parts, mine.double())]).to(use.dtype)
-        expected = {
-            "hidden": product,
-            "kept": torch.cat([x[:0], *received[:rank], *received[rank + 1 :]]),
-            "outputs": product,
-            "sums": expected_sums(x, routes[rank], weights),
-        }
-        jobs.append(
-            Job(
-                x=x,
-                rows=rows,
-                weights=mine,
-                maps=WeightMaps().of(operator(), "test", [(0, local, mine)], use.dtype, transposed=False),
-                counts=counts,
-                choice_rows=placed.choice_rows[rank].to(DEVICE),
-                row_sources=placed.row_sources[rank].to(DEVICE),
-                sent_tokens=placed.sent_tokens[rank].to(DEVICE),
-                own_tokens=placed.sent_tokens[rank][own_sent : own_sent + own].to(DEVICE),
-                own_first=own_first,
-                own_end=own_first + own,
-                slots=slots_of(use, placed, routes, rank).to(DEVICE),
-                arrivals=tables_of(use, placed, rank, DEVICE, Returns(True, False, 1, 1), local_first=True)[0],
-                tiles=replace(tiles, panel_targets=torch.tensor(panel_done[rank], dtype=torch.int32, device=DEVICE)),
-                **{name: _untouched(len(value), value.shape[1], use.dtype) for name, value in expected.items()},
-                expected=expected,
-            )
-        )
-    return jobs
+    weights, counts = weights_of(use, DEVICE), placed.counts.to(DEVICE)
+    return [_job(use, placed, routes, rank, tokens, weights, counts) for rank in range(use.num_ranks)]
 
 
-def _begin(op, channel: VirtualChannel, use: Use, job: Job, what: int, row_bytes: int) -> None:
-    op.begin_return(
-        counts=job.counts.data_ptr(), counts_stride=job.counts.shape[1], num_ranks=use.num_ranks, rank=channel.rank,
-        num_experts=use.num_experts, what=what, row_bytes=row_bytes, epoch=channel.epoch.data_ptr(),
-        targets=channel.targets.data_ptr(), stream=torch.cuda.current_stream().cuda_stream,
-    )  # fmt: skip
+def _job(use: Use, placed: Placement, routes, rank: int, tokens, weights, counts) -> Job:
+    local, rows = use.num_experts // use.num_ranks, placed.rows_of(rank, tokens)
+    mine = weights[rank * local : (rank + 1) * local].clone()
+    products, sums = (
+        products_of(rows, placed.expert_counts(rank), mine),
+        expected_sums(tokens[rank], routes[rank], weights),
+    )
+    expected = {"gathered": rows, "hidden": products, "outputs": products, "sums": sums}
+    results = {name: _untouched(len(value), value.shape[1], use.dtype) for name, value in expected.items()}
+    sources = placed.row_sources[rank].to(DEVICE)
+    own_first, own_end = (int(placed.sends[:end, rank].sum()) for end in (rank, rank + 1))
+    is_own = (sources >= own_first) & (sources < own_end)
+    results["gathered"][: len(rows)][is_own] = rows[is_own]
+    arrivals, tiles = (tables_of(use, placed, rank, DEVICE, returns) for returns in (ARRIVALS, use.returns))
+    return Job(
+        x=tokens[rank],
+        rows=rows,
+        weights=mine,
+        maps=WeightMaps().of(operator(), "test", [(0, local, mine)], use.dtype, transposed=False),
+        counts=counts,
+        choice_rows=placed.choice_rows[rank].to(DEVICE),
+        row_sources=sources,
+        sent_tokens=placed.sent_tokens[rank].to(DEVICE),
+        own_first=own_first,
+        own_end=own_end,
+        slots=slots_of(use, placed, routes, rank).to(DEVICE),
+        arrivals=arrivals,
+        tiles=tiles,
+        missing=_words(arrivals.band_parts.numel() + GUARD_WORDS, UNTOUCHED),
+        panel_left=_words(tiles.panel_tiles.numel() + GUARD_WORDS, UNTOUCHED),
+        **results,
+        expected=expected,
+    )
 
 
-def _courier(
-    op, me: VirtualRank, channel: VirtualChannel, use: Use, job: Job, tiles: Schedule, limit_ns: int, **errand
-):
-    return op.Courier(
-        num_peers=use.num_ranks, rank=me.rank, segments=tiles.segments.data_ptr(),
-        num_segments=tiles.num_segments.data_ptr(), panel_targets=tiles.panel_targets.data_ptr(),
-        peer_buffers=channel.peer_buffers.data_ptr(), peer_arrived=channel.peer_arrived.data_ptr(),
-        peer_consumed=channel.consumed.data_ptr(), generation_bytes=channel.capacity_bytes,
-        epoch=channel.epoch.data_ptr(), claimed=channel.claimed.data_ptr(), failure=me.failure.data_ptr(),
-        limit_ns=limit_ns, **errand,
-    )  # fmt: skip
+class Enqueuer:
+    """Enqueues one use on one rank: what is late is held up before it, what is absent left out."""
 
+    def __init__(self, op, me: VirtualRank, use: Use, job: Job, late: Mapping[str, float], absent, limit_ns: int):
+        self._op, self._me, self._use, self._job, self._late, self._absent = op, me, use, job, late, absent
+        self._common = dict(failure=me.failure.data_ptr(), limit_ns=limit_ns)
+        self._is_half, self._num_sms = use.dtype == torch.float16, SMS_OF_RANK[use.num_ranks]
 
-def _multiply(op, me: VirtualRank, use: Use, job: Job, tiles: Schedule, result: torch.Tensor, **options) -> None:
-    op.expert_gemm(
-        b_maps=job.maps.data_ptr(), c=result.data_ptr(), items=tiles.items.data_ptr(),
-        num_items=tiles.num_items.data_ptr(), claimed=me.claimed_items.data_ptr(), epoch=me.returns.epoch.data_ptr(),
-        num_rows=len(job.rows), n=use.width, k=use.inner, is_half=use.dtype == torch.float16, b_is_transposed=False,
-        stream=torch.cuda.current_stream().cuda_stream, **options,
-    )  # fmt: skip
+    def _comes(self, stage: str, stream: torch.cuda.Stream | None = None) -> bool:
+        sleep(stream or self._me.main, self._late.get(stage, 0))
+        return stage not in self._absent
 
+    def _of_channel(self, channel: VirtualChannel, *names: str) -> dict[str, int]:
+        words = {name: getattr(channel, name).data_ptr() for name in ("epoch", *names)}
+        return dict(**words, **self._common, generation_bytes=channel.capacity_bytes)
 
-def _send_tokens(op, me: VirtualRank, use: Use, job: Job, late: Mapping[str, float], absent, limit_ns: int) -> None:
-    """Tokens go out by couriers of the GEMM that gathers those which arrive; these are kept."""
-    channel, row_bytes = me.tokens, 2 * use.inner
-    courier = _courier(
-        op, me, channel, use, job, job.arrivals, limit_ns, errand=op.RETURN_SUMS, rows=job.x.data_ptr(),
-        row_bytes=row_bytes, signals=0, signals_per_band=0, index=job.sent_tokens.data_ptr(), num_choices=1,
-        sum_runs=job.arrivals.send_runs.data_ptr(), panel_done=0, num_panels=1, panel_bytes=row_bytes,
-    )  # fmt: skip
-    gather = op.Gather(
-        sources=job.row_sources.data_ptr(), own_first=job.own_first, own_end=job.own_end,
-        own_tokens=job.own_tokens.data_ptr(), tokens=job.x.data_ptr(), received=channel.received,
-        generation_bytes=channel.capacity_bytes, arrived=channel.arrived.data_ptr(), targets=channel.targets.data_ptr(),
-        epoch=channel.epoch.data_ptr(), num_peers=use.num_ranks, failure=me.failure.data_ptr(), limit_ns=limit_ns,
-    )  # fmt: skip
-    sleep(me.main, late.get("send", 0))
-    if "send" not in absent:
-        _begin(op, channel, use, job, op.TOKENS_OUT, row_bytes)
-        _multiply(
-            op, me, use, job, job.arrivals, job.hidden, a=0, signals=0, panel_done=0, panel_tiles=use.column_tiles,
-            num_sms=SMS_OF_RANK[use.num_ranks], courier=courier, gather=gather,
-        )  # fmt: skip
-    sleep(me.main, late.get("keep", 0))
-    if "keep" not in absent:
-        op.keep_rows(
-            received=channel.received, generation_bytes=channel.capacity_bytes, epoch=channel.epoch.data_ptr(),
-            kept=job.kept.data_ptr(), num_bytes=len(job.expected["kept"]) * row_bytes,
-            peer_consumed=channel.peer_consumed.data_ptr(), finished=channel.finished.data_ptr(),
-            num_peers=use.num_ranks, num_sms=1, stream=me.main.cuda_stream,
+    def _begin(
+        self, channel: VirtualChannel, what: int, row_bytes: int, to_do: torch.Tensor, left: torch.Tensor
+    ) -> None:
+        op, counts = self._op, self._job.counts
+        op.begin(
+            counts=counts.data_ptr(), counts_stride=counts.shape[1], num_ranks=self._use.num_ranks, rank=self._me.rank,
+            num_experts=self._use.num_experts, what=what, row_bytes=row_bytes, epoch=channel.epoch.data_ptr(),
+            targets=channel.targets.data_ptr(), to_do=to_do.data_ptr(), left=left.data_ptr(), num_left=to_do.numel(),
+            peer_began=channel.peer_began.data_ptr(), began=channel.began.data_ptr() if what == op.TOKENS_OUT else 0,
+            stream=self._me.main.cuda_stream, **self._common,
         )  # fmt: skip
 
+    def _courier(self, channel: VirtualChannel, tiles: Schedule, rows: torch.Tensor, **errand):
+        return self._op.Courier(
+            rows=rows.data_ptr(), row_bytes=tiles.row_bytes, num_peers=self._use.num_ranks, rank=self._me.rank,
+            segments=tiles.segments.data_ptr(), num_segments=tiles.num_segments.data_ptr(),
+            **self._of_channel(channel, "peer_buffers", "peer_arrived", "consumed", "claimed"), **errand,
+        )  # fmt: skip
 
-def _bring_home(op, me: VirtualRank, use: Use, job: Job, late: Mapping[str, float], absent, limit_ns: int) -> None:
-    """Rows come home while the GEMM makes them, and are summed."""
-    channel, returns, is_half = me.returns, use.returns, use.dtype == torch.float16
-    panel_tiles, signals, panel_done = returns.panel_tiles(use.width), me.signals.data_ptr(), me.panel_done.data_ptr()
-    courier = _courier(
-        op, me, channel, use, job, job.tiles, limit_ns, errand=op.RETURN_SUMS if returns.sums else op.RETURN_ROWS,
-        rows=job.outputs.data_ptr(), row_bytes=use.row_bytes, signals=signals, signals_per_band=2 * use.column_tiles,
-        index=job.choice_rows.data_ptr(), num_choices=use.top_k, sum_runs=job.tiles.sum_runs.data_ptr(),
-        panel_done=panel_done, num_panels=returns.num_panels, panel_bytes=panel_tiles * schedule.TILE_N * 2,
-    )  # fmt: skip
-    sleep(me.main, late.get("begin", 0))
-    if "begin" not in absent:
-        _begin(op, channel, use, job, op.SUMS_HOME if returns.sums else op.ROWS_HOME, use.row_bytes)
-    # Before the GEMM and whatever delays it: couriers with SMs of their own start first then, and have to wait.
-    me.forked.record(me.main)
-    sleep(me.main, late.get("gemm", 0))
-    if "gemm" not in absent:
-        _multiply(
-            op, me, use, job, job.tiles, job.outputs, a=job.rows.data_ptr(), signals=0 if returns.sums else signals,
-            panel_done=panel_done if returns.sums else 0, panel_tiles=panel_tiles,
-            num_sms=SMS_OF_RANK[use.num_ranks] - use.comm_sms, courier=op.Courier() if use.comm_sms else courier,
+    def _multiply(self, tiles: Schedule, rows: torch.Tensor, result: torch.Tensor, **options) -> None:
+        job, use = self._job, self._use
+        self._op.expert_gemm(
+            a=rows.data_ptr(), b_maps=job.maps.data_ptr(), c=result.data_ptr(), items=tiles.items.data_ptr(),
+            num_items=tiles.num_items.data_ptr(), claimed=self._me.claimed_items.data_ptr(), num_rows=len(job.rows),
+            n=use.width, k=use.inner, is_half=self._is_half, b_is_transposed=False, stream=self._me.main.cuda_stream,
+            **options,
         )  # fmt: skip
-    if use.comm_sms and "couriers" not in absent:
-        me.stream.wait_event(me.forked)
-        sleep(me.stream, late.get("couriers", 0))
-        op.run_couriers(courier=courier, is_half=is_half, num_sms=use.comm_sms, stream=me.stream.cuda_stream)
-        me.joined.record(me.stream)
-        me.main.wait_event(me.joined)
-    sleep(me.main, late.get("sum", 0))
-    if "sum" not in absent:
-        # A sum waits while it holds SMs that another rank's GEMM needs: the 8 blocks of one SM are few enough.
-        op.sum_slots(
-            received=channel.received, local=job.outputs.data_ptr(), slots=job.slots.data_ptr(),
-            sums=job.sums.data_ptr(), arrived=channel.arrived.data_ptr(), targets=channel.targets.data_ptr(),
-            epoch=channel.epoch.data_ptr(), peer_consumed=channel.peer_consumed.data_ptr(),
-            finished=channel.finished.data_ptr(), failure=me.failure.data_ptr(),
-            generation_bytes=channel.capacity_bytes, limit_ns=limit_ns, num_tokens=len(job.x), num_choices=use.top_k,
-            width=use.width, num_peers=use.num_ranks, is_half=is_half, num_sms=1, stream=me.main.cuda_stream,
+
+    def send_tokens(self) -> None:
+        """Tokens go out by couriers of the GEMM that multiplies what arrives, or by couriers before it."""
+        op, me, use, job, channel = self._op, self._me, self._use, self._job, self._me.tokens
+        tiles, missing = job.arrivals, job.missing
+        if self._comes("meet"):
+            self._begin(channel, op.TOKENS_OUT, use.token_bytes, tiles.band_parts, missing)
+        courier = self._courier(
+            channel, tiles, job.x, errand=op.RETURN_SUMS, index=job.sent_tokens.data_ptr(), num_choices=1,
+            runs=tiles.send_runs.data_ptr(), num_panels=1, panel_bytes=use.token_bytes,
         )  # fmt: skip
+        arrivals = op.Arrivals(
+            rows=job.gathered.data_ptr(), row_bytes=use.token_bytes, sources=job.row_sources.data_ptr(),
+            own_first=job.own_first, own_end=job.own_end, segments=tiles.segments.data_ptr(),
+            num_segments=tiles.num_segments.data_ptr(), missing=missing.data_ptr(), received=channel.received,
+            claimed=channel.placed.data_ptr(), num_peers=use.num_ranks,
+            **self._of_channel(channel, "arrived", "targets", "peer_consumed", "finished"),
+        )  # fmt: skip
+        carried = dict(courier=courier, arrivals=arrivals)
+        if not self._comes("project"):
+            return
+        if not use.overlaps_dispatch:
+            op.run_couriers(**carried, is_half=self._is_half, num_sms=self._num_sms, stream=me.main.cuda_stream)
+            carried = {}
+        self._multiply(tiles, job.gathered, job.hidden, num_sms=self._num_sms, **carried)
+
+    def bring_home(self) -> None:
+        """Rows come home while the GEMM makes them, and are summed."""
+        op, me, use, job, tiles = self._op, self._me, self._use, self._job, self._job.tiles
+        channel, returns, left = me.returns, use.returns, job.panel_left
+        panel_tiles, signals = returns.panel_tiles(use.width), me.signals.data_ptr()
+        if self._comes("begin"):
+            what = op.SUMS_HOME if returns.sums else op.ROWS_HOME
+            self._begin(channel, what, use.row_bytes, tiles.panel_tiles, left)
+        if returns.sums:
+            waits = dict(errand=op.RETURN_SUMS, panel_left=left.data_ptr())
+            announced = dict(panel_left=left.data_ptr(), panel_tiles=panel_tiles)
+        else:
+            waits = dict(errand=op.RETURN_ROWS, signals=signals, signals_per_band=2 * use.column_tiles)
+            announced = dict(signals=signals, epoch=channel.epoch.data_ptr())
+        courier = self._courier(
+            channel, tiles, job.outputs, index=job.choice_rows.data_ptr(), num_choices=use.top_k,
+            runs=tiles.sum_runs.data_ptr(), num_panels=returns.num_panels,
+            panel_bytes=panel_tiles * schedule.TILE_N * 2, **waits,
+        )  # fmt: skip
+        # Before the GEMM and whatever delays it: couriers with SMs of their own start first then, and have to wait.
+        me.forked.record(me.main)
+        if self._comes("gemm"):
+            carried = {} if use.comm_sms else dict(courier=courier)
+            self._multiply(tiles, job.rows, job.outputs, num_sms=self._num_sms - use.comm_sms, **announced, **carried)
+        if use.comm_sms:
+            me.stream.wait_event(me.forked)
+            if self._comes("couriers", me.stream):
+                side = me.stream.cuda_stream
+                op.run_couriers(courier=courier, is_half=self._is_half, num_sms=use.comm_sms, stream=side)
+            me.joined.record(me.stream)
+            me.main.wait_event(me.joined)
+        if self._comes("sum"):
+            op.sum_slots(
+                received=channel.received, local=job.outputs.data_ptr(), slots=job.slots.data_ptr(),
+                sums=job.sums.data_ptr(), num_tokens=len(job.x), num_choices=use.top_k, width=use.width,
+                num_peers=use.num_ranks, is_half=self._is_half, num_sms=self._num_sms, stream=me.main.cuda_stream,
+                **self._of_channel(channel, "arrived", "targets", "peer_consumed", "finished"),
+            )  # fmt: skip
 
 
 @dataclass
@@ -555,12 +574,11 @@ def play(
     op, size, late = operator(), uses[0].num_ranks, late or {}
     routes = [routes_of(use) for use in uses]
     placed = [place(chosen, use.num_experts) for use, chosen in zip(uses, routes)]
-    panel_done = [[start] * op.MAX_PANELS for _ in range(size)]
-    jobs = [_jobs(use, p, chosen, panel_done) for use, p, chosen in zip(uses, placed, routes)]
+    jobs = [_jobs(use, p, chosen) for use, p, chosen in zip(uses, placed, routes)]
     came = [_bytes_that_come(use, p) for use, p in zip(uses, placed)]
     capacities = [max(int(of_use[name].sum(1).max()) for of_use in came) for name in CHANNELS]
     num_signals = max(job.tiles.num_bands * use.column_tiles * 2 for use, own in zip(uses, jobs) for job in own)
-    ranks = [VirtualRank(r, size, capacities, num_signals, start, op.MAX_PANELS) for r in range(size)]
+    ranks = [VirtualRank(r, size, capacities, num_signals, start) for r in range(size)]
     for name in CHANNELS:
         for rank in ranks:
             getattr(rank, name).meet([getattr(peer, name) for peer in ranks])
@@ -573,11 +591,12 @@ def play(
     for u, use in enumerate(uses):
         for rank in ranks:
             delays = {stage: late.get((u, rank.rank, stage), 0) for stage in STAGES}
-            missing = [stage for stage in STAGES if (u, rank.rank, stage) in absent]
-            with torch.cuda.stream(rank.main):
-                for stages, enqueue in ((TOKENS, _send_tokens), (HOME, _bring_home)):
-                    if stages[0] in use.stages:
-                        enqueue(op, rank, use, jobs[u][rank.rank], delays, missing, int(limit_ms * 1e6))
+            never = [stage for stage in STAGES if (u, rank.rank, stage) in absent]
+            enqueuer = Enqueuer(op, rank, use, jobs[u][rank.rank], delays, never, int(limit_ms * 1e6))
+            if TOKENS[0] in use.stages:
+                enqueuer.send_tokens()
+            if HOME[0] in use.stages:
+                enqueuer.bring_home()
     for rank in ranks:
         rank.ended.record(rank.main)
     torch.cuda.synchronize()
@@ -588,18 +607,20 @@ def play(
         for r, job in enumerate(own):
             _inspect_job(outcome, uses[u], u, r, job)
     for rank in ranks:
-        _inspect_words(outcome, rank, start, panel_done[rank.rank])
+        _inspect_words(outcome, rank, start)
         for name, stages in CHANNELS.items():
             epoch = start + sum(stages[0] in use.stages for use in uses)
             units = start + sum(of_use[name][rank.rank] for of_use in came) // 16
-            _inspect_channel(outcome, name, getattr(rank, name), epoch, units)
+            # Only before tokens go out do the ranks meet.
+            began = epoch if stages == TOKENS else start
+            _inspect_channel(outcome, name, getattr(rank, name), epoch, began, units)
     return outcome
 
 
 def _bytes_that_come(use: Use, placed: Placement) -> dict[str, np.ndarray]:
     """For each channel [W, W], to each rank from each rank."""
     return {
-        "tokens": received_rows(use, placed, of_tokens=True) * 2 * use.inner * (TOKENS[0] in use.stages),
+        "tokens": received_rows(use, placed, of_tokens=True) * use.token_bytes * (TOKENS[0] in use.stages),
         "returns": received_rows(use, placed) * use.row_bytes * (HOME[0] in use.stages),
     }
 
@@ -614,26 +635,36 @@ def _inspect_job(outcome: Outcome, use: Use, u: int, r: int, job: Job) -> None:
             outcome.nan.add((u, r))
         if not (whole[len(expected) :].view(torch.int16) == UNTOUCHED).all():
             outcome.left.append(f"use {u}, rank {r}: written behind the {name}")
+    # Nobody counts the word behind the bands down, nor panels where every row returns on its own.
+    missing = [*[0] * job.arrivals.num_bands, UNTOUCHED]
+    panel_left = [0] * use.returns.num_panels if use.returns.sums else job.tiles.panel_tiles.flatten().tolist()
+    for name, expected, stages in (("missing", missing, TOKENS), ("panel_left", panel_left, HOME)):
+        words = getattr(job, name)
+        if stages[0] in use.stages:
+            _compare(outcome, f"use {u}, rank {r}: {name}", words, expected)
+        if (words[len(expected) :] != UNTOUCHED).any():
+            outcome.left.append(f"use {u}, rank {r}: written behind {name}")
 
 
-def _inspect_words(outcome: Outcome, rank: VirtualRank, start: int, panel_done: list[int]) -> None:
+def _inspect_words(outcome: Outcome, rank: VirtualRank, start: int) -> None:
     if int(rank.claimed_items):
         outcome.left.append(f"rank {rank.rank}: claimed_items is {int(rank.claimed_items)}")
-    for name in ("panel_done", "signals"):
-        if (getattr(rank, name)[-GUARD_WORDS:] != start).any():
-            outcome.left.append(f"rank {rank.rank}: written behind {name}")
-    _compare(outcome, f"rank {rank.rank}: panel_done", rank.panel_done, panel_done)
+    if (rank.signals[-GUARD_WORDS:] != start).any():
+        outcome.left.append(f"rank {rank.rank}: written behind the signals")
 
 
-def _inspect_channel(outcome: Outcome, name: str, channel: VirtualChannel, epoch: int, units: np.ndarray) -> None:
+def _inspect_channel(
+    outcome: Outcome, name: str, channel: VirtualChannel, epoch: int, began: int, units: np.ndarray
+) -> None:
     who = f"rank {channel.rank}: {name}"
-    for word in ("claimed", "finished"):
+    for word in ("claimed", "placed", "finished"):
         if value := int(getattr(channel, word)):
             outcome.left.append(f"{who}: {word} is {value}")
     if (channel.buffer[2 * channel.capacity_bytes :] != 255).any():
         outcome.left.append(f"{who}: written behind the buffer")
     _compare(outcome, f"{who}: epoch", channel.epoch, [epoch])
     _compare(outcome, f"{who}: consumed", channel.consumed, [epoch] * len(units))
+    _compare(outcome, f"{who}: began", channel.began, [began] * len(units))
     _compare(outcome, f"{who}: targets", channel.targets, units.tolist())
     _compare(outcome, f"{who}: arrived", channel.arrived, units.tolist())
 
@@ -650,27 +681,29 @@ def _compare(outcome: Outcome, what: str, words: torch.Tensor, expected: list[in
 GUARDS = {
     "couriers wait for ready signals": [
         ("courier.cuh", "if (ready != current && courier.in_time) {", "if (false) {"),
-        ("courier.cuh", "if (panel != ready && args.panel_done != nullptr && courier.in_time) {", "if (false) {"),
+        ("courier.cuh", "if (panel != ready && args.panel_left != nullptr && courier.in_time) {", "if (false) {"),
     ],
     "couriers wait for consumed": [
         (
             "courier.cuh",
-            "wait_until([&] { return reached(read_peer_signal(consumed), epoch - GENERATIONS); }, args.limit_ns);",
+            "wait_until([&] { return reached(read_peer_signal(consumed), epoch - GENERATIONS); }, args.failure,\n"
+            "                                   args.limit_ns);",
             "true;",
         )
     ],
-    "the sum waits for arrived": [
+    "couriers wait for arrived": [
         (
-            "combine.cu",
-            "in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.limit_ns);\n"
-            "        if (!in_time) report(args.failure, ROWS_ARRIVED, peer, 0, target",
-            "if (!in_time) report(args.failure, ROWS_ARRIVED, peer, 0, target",
+            "arrivals.cuh",
+            "wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.failure, args.limit_ns,\n"
+            "                                 256);",
+            "true;",
         )
     ],
+    "bands are waited for": [("expert_gemm.cu", "        wait_for_band(arrivals, tile.band);\n", "")],
+    "the sum waits for arrived": [("combine.cu", "    wait_for_rows<<<1, 128, 0, stream>>>(*arguments);\n", "")],
     "signals are stamped with the epoch": [
         ("expert_gemm.cu", "tile.column_tile) * 2 + group, epoch);", "tile.column_tile) * 2 + group, 0x40000000u);")
     ],
-    "gathered rows are waited for": [("expert_gemm.cu", "                wait_for_peers(gather);\n", "")],
 }
 _operators: list = []
 
@@ -714,18 +747,9 @@ def build_without(guard: str, folder: str) -> None:
 @functools.cache
 def _load_kernels() -> None:
     """Loads every kernel of a play before the first one waits: loading may wait for those that run."""
-    op, rank = operator(), VirtualRank(0, 1, (0, 0), 0, 0, 1)
-    overlap_group._load_kernels(op, rank)
+    rank = VirtualRank(0, 1, (0, 0), 0, 0)
+    overlap_group._load_kernels(operator(), rank)
     sleep(rank.main, 0.001)
-    nothing = rank.signals.data_ptr()
-    op.begin_return(
-        counts=nothing, counts_stride=2, num_ranks=1, rank=0, num_experts=0, what=op.ROWS_HOME, row_bytes=16,
-        epoch=nothing, targets=nothing, stream=rank.main.cuda_stream,
-    )  # fmt: skip
-    op.keep_rows(
-        received=nothing, generation_bytes=0, epoch=nothing, kept=nothing, num_bytes=0, peer_consumed=nothing,
-        finished=rank.tokens.finished.data_ptr(), num_peers=0, num_sms=1, stream=rank.main.cuda_stream,
-    )  # fmt: skip
     torch.cuda.synchronize()
 
 
