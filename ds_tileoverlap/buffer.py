@@ -43,6 +43,7 @@ class Channel:
         claimed, placed, finished: counters that are 0 between kernels.
         arrived, consumed, began: [W] int32 words of this rank that peers write.
         peer_buffers, peer_arrived, peer_consumed, peer_began: [W] int64 addresses at each peer.
+        sending, receiving: arguments of kernels that send or receive: addresses of the above by name.
     """
 
     def __init__(self, pool: Pool, words: torch.Tensor, bases: list[int], first: int, own: torch.Tensor):
@@ -55,11 +56,28 @@ class Channel:
         )
         self.peer_buffers = pool.addresses([0] * size)
         self.epoch, self.claimed, self.placed, self.finished, self.targets = own.split([1] * OWN_WORDS + [size])
+        self._remember_arguments()
 
-    @property
-    def received(self) -> int:
-        """The address of this rank's receive buffer."""
-        return self._buffer.data_ptr() if self._buffer is not None else 0
+    def _remember_arguments(self) -> None:
+        common = dict(
+            epoch=self.epoch.data_ptr(),
+            generation_bytes=self.capacity_bytes,
+            failure=self._pool.failure.data_ptr(),
+        )
+        self.sending = dict(
+            peer_buffers=self.peer_buffers.data_ptr(),
+            peer_arrived=self.peer_arrived.data_ptr(),
+            consumed=self.consumed.data_ptr(),
+            **common,
+        )
+        self.receiving = dict(
+            received=self._buffer.data_ptr() if self._buffer is not None else 0,
+            arrived=self.arrived.data_ptr(),
+            targets=self.targets.data_ptr(),
+            peer_consumed=self.peer_consumed.data_ptr(),
+            finished=self.finished.data_ptr(),
+            **common,
+        )
 
     def reserve(self, needed_bytes: int, most_bytes: int) -> None:
         """Makes each half hold what is needed. All ranks call this with the same numbers, and grow together.
@@ -77,6 +95,7 @@ class Channel:
         self._buffer = None
         self._buffer, bases = self._pool.allocate(GENERATIONS * capacity, torch.uint8)
         self.peer_buffers, self.capacity_bytes = self._pool.addresses(bases), capacity
+        self._remember_arguments()
         self._pool.meet()
 
     def close(self) -> None:

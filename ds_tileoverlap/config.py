@@ -35,8 +35,8 @@ class TileOverlapConfig(DeepSpeedConfigModel):
         "auto",
         description="'auto', 'overlap', 'sequential' or 'reference'",
     )
-    """How exchanges and expert GEMMs run. ``overlap`` and ``auto`` overlap where the whole expert-parallel group can, and
-    are ``sequential`` elsewhere, with the reason in one line."""
+    """How exchanges and expert GEMMs run. ``overlap`` and ``auto`` overlap where the whole expert-parallel group can,
+    and are ``sequential`` elsewhere, with the reason in one line."""
 
     comm_sms: Annotated[int, Field(ge=0, le=64, multiple_of=2)] | Literal["auto"] = Field(
         "auto", description="'auto' or an even number of SMs, 0 to 64"

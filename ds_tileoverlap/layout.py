@@ -80,25 +80,37 @@ class Plan:
         """[W, W] int32: rows that go from a rank to a rank, one for each token that has an expert there."""
         return self.counts.numpy()[:, self.num_experts : -1]
 
+    # Lists from here on: for so few numbers every call of numpy costs more than Python.
+    @cached_property
+    def _table(self) -> list[list[int]]:
+        return self.counts.tolist()
+
+    @cached_property
+    def routes_between(self) -> list[list[int]]:
+        """[W][W], how many routes go from a rank to a rank."""
+        local = self.num_experts // self.peers.size
+        firsts = range(0, self.num_experts, local)
+        return [[sum(row[first : first + local]) for first in firsts] for row in self._table]
+
     @cached_property
     def remote_routes(self) -> list[list[int]]:
-        """[W][W], how many routes go from a rank to each other rank; 0 to itself."""
-        return _without_diagonal(self.routes.sum(2))
+        """[W][W] as :attr:`routes_between`, 0 where they stay on their rank."""
+        return _without_diagonal(self.routes_between)
 
     @cached_property
     def remote_sends(self) -> list[list[int]]:
-        """[W][W], how many rows go from a rank to each other rank; 0 to itself."""
-        return _without_diagonal(self.sends)
+        """[W][W] as :attr:`sends`, 0 where they stay on their rank."""
+        return _without_diagonal([row[self.num_experts : -1] for row in self._table])
 
     @cached_property
     def send_splits(self) -> list[int]:
         """Rows sent to each rank."""
-        return self.sends[self.peers.rank].tolist()
+        return self._table[self.peers.rank][self.num_experts : -1]
 
     @cached_property
     def recv_splits(self) -> list[int]:
         """Rows received from each rank."""
-        return self.sends[:, self.peers.rank].tolist()
+        return [row[self.num_experts + self.peers.rank] for row in self._table]
 
     @cached_property
     def own_sent(self) -> slice:
@@ -115,7 +127,7 @@ class Plan:
     @cached_property
     def all_can_overlap(self) -> bool:
         """Whether every rank of the group said so; the same answer on each of them."""
-        return not self.counts.numpy()[:, -1].any()
+        return not any(row[-1] for row in self._table)
 
     @property
     def first_that_cannot_overlap(self) -> int:
@@ -125,7 +137,9 @@ class Plan:
     @cached_property
     def expert_counts(self) -> list[int]:
         """Rows of each local expert."""
-        return self.routes[:, self.peers.rank].sum(0).tolist()
+        local = self.num_experts // self.peers.size
+        first = self.peers.rank * local
+        return list(map(sum, zip(*(row[first : first + local] for row in self._table))))
 
     @cached_property
     def expert_starts(self) -> list[int]:
@@ -149,11 +163,8 @@ class Plan:
         return self.but(**dict(zip(_TENSOR_FIELDS, tensors)))
 
 
-def _without_diagonal(table: np.ndarray) -> list[list[int]]:
-    rows = table.tolist()
-    for i, row in enumerate(rows):
-        row[i] = 0
-    return rows
+def _without_diagonal(table: list[list[int]]) -> list[list[int]]:
+    return [[*row[:i], 0, *row[i + 1 :]] for i, row in enumerate(table)]
 
 
 _TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in ("peers", "returns"))

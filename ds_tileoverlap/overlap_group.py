@@ -143,27 +143,18 @@ def _load_kernels(op, pool: Pool) -> None:
     device = pool.device
     stream = torch.cuda.current_stream(device).cuda_stream
     nothing = torch.zeros(64, dtype=torch.int32, device=device)
-    zero, failure = nothing.data_ptr(), pool.failure.data_ptr()
+    zero = nothing.data_ptr()
     operand = torch.zeros(64, 64, dtype=torch.float16, device=device).data_ptr()
-    channel = dict(
-        epoch=zero, arrived=zero, targets=zero, consumed=zero, peer_buffers=zero, peer_arrived=zero, peer_consumed=zero,
-        received=zero, generation_bytes=0, failure=failure, limit_ns=NS,
-    )  # fmt: skip
-    counters = dict(claimed=pool.returns.claimed.data_ptr(), finished=pool.returns.finished.data_ptr())
-
-    def of_channel(*names: str) -> dict[str, int]:
-        return {name: channel[name] for name in (*names, "epoch", "generation_bytes", "failure", "limit_ns")}
-
+    channel = pool.returns
     # Sums of no rows, and no rows to put in place: the couriers find out that there is nothing to do.
     courier = op.Courier(
         errand=op.RETURN_SUMS, rows=zero, row_bytes=16, num_peers=1, rank=0, segments=zero, num_segments=zero,
-        index=zero, num_choices=1, runs=zero, num_panels=1, panel_bytes=16, claimed=counters["claimed"],
-        **of_channel("peer_buffers", "peer_arrived", "consumed"),
+        index=zero, num_choices=1, runs=zero, num_panels=1, panel_bytes=16, claimed=channel.claimed.data_ptr(),
+        limit_ns=NS, **channel.sending,
     )  # fmt: skip
     arrivals = op.Arrivals(
         rows=operand, row_bytes=128, sources=zero, own_first=0, own_end=0, segments=zero, num_segments=zero,
-        missing=zero, num_peers=0, **{**counters, "claimed": pool.returns.placed.data_ptr()},
-        **of_channel("received", "arrived", "targets", "peer_consumed"),
+        missing=zero, num_peers=0, claimed=channel.placed.data_ptr(), limit_ns=NS, **channel.receiving,
     )  # fmt: skip
     for is_half in (False, True):
         for transposed in (False, True):
@@ -175,27 +166,24 @@ def _load_kernels(op, pool: Pool) -> None:
         op.run_couriers(courier=courier, arrivals=arrivals, is_half=is_half, num_sms=2, stream=stream)
         op.sum_slots(
             local=zero, slots=zero, sums=zero, num_tokens=0, num_choices=1, width=8, num_peers=0, is_half=is_half,
-            num_sms=1, finished=counters["finished"], stream=stream,
-            **of_channel("received", "arrived", "targets", "peer_consumed"),
+            num_sms=1, limit_ns=NS, stream=stream, **channel.receiving,
         )  # fmt: skip
     op.begin(
         counts=zero, counts_stride=0, num_ranks=1, rank=0, num_experts=0, what=op.TOKENS_OUT, row_bytes=16,
-        epoch=operand, targets=zero, peer_began=zero, failure=failure, limit_ns=NS, stream=stream,
+        epoch=operand, targets=zero, peer_began=zero, failure=pool.failure.data_ptr(), limit_ns=NS, stream=stream,
     )  # fmt: skip
     op.place(
         experts=zero, weights=zero, block_counts=zero, bases=zero, num_tokens=0, num_choices=1, num_experts=1,
         num_ranks=1, rank=0, returns_sums=False, sent_tokens=zero, choice_slots=zero, token_slots=zero, slots=zero,
-        stream=stream, **of_channel("peer_buffers", "peer_arrived", "consumed"),
+        limit_ns=NS, stream=stream, **channel.sending,
     )  # fmt: skip
     op.receive(
         num_received=0, num_choices=1, num_ranks=0, num_experts=0, rank=0, counts=zero, choice_rows=zero,
-        row_sources=zero, row_weights=zero, row_offsets=zero, finished=counters["finished"], stream=stream,
-        **of_channel("received", "arrived", "targets", "peer_consumed"),
+        row_sources=zero, row_weights=zero, row_offsets=zero, limit_ns=NS, stream=stream, **channel.receiving,
     )  # fmt: skip
     scalars = dict(
         values=zero, index=zero, runs=zero, choice_slots=zero, slots=zero, own_first=0, own_end=0, num_tokens=0,
-        num_choices=1, num_peers=0, finished=counters["finished"], stream=stream,
-        **of_channel("received", "arrived", "targets", "consumed", "peer_buffers", "peer_arrived", "peer_consumed"),
+        num_choices=1, num_peers=0, limit_ns=NS, stream=stream, **{**channel.sending, **channel.receiving},
     )  # fmt: skip
     op.send_scalars(**scalars)
     op.collect_scalars(**scalars)

@@ -142,20 +142,6 @@ def begin(
     return left
 
 
-def of_channel(run: Run, channel: Channel, *names: str) -> dict[str, int]:
-    """Arguments that every kernel which uses a channel needs, and the addresses of some of its words."""
-    return dict(
-        generation_bytes=channel.capacity_bytes,
-        epoch=channel.epoch.data_ptr(),
-        failure=run.pool.failure.data_ptr(),
-        limit_ns=run.limit_ns,
-        **{name: getattr(channel, name).data_ptr() for name in names},
-    )
-
-
-SENDING, RECEIVING = ("peer_buffers", "peer_arrived", "consumed"), ("arrived", "targets", "peer_consumed")
-
-
 def courier_of(run: Run, channel: Channel, plan: Plan, tiles: Schedule, rows: torch.Tensor, **errand):
     """A courier's instructions: what is common to all errands, and ``errand``."""
     return run.op.Courier(
@@ -165,7 +151,9 @@ def courier_of(run: Run, channel: Channel, plan: Plan, tiles: Schedule, rows: to
         rank=plan.peers.rank,
         segments=tiles.segments.data_ptr(),
         num_segments=tiles.num_segments.data_ptr(),
-        **of_channel(run, channel, *SENDING, "claimed"),
+        claimed=channel.claimed.data_ptr(),
+        limit_ns=run.limit_ns,
+        **channel.sending,
         **errand,
     )
 
@@ -226,10 +214,10 @@ def arrivals_of(run: Run, plan: Plan, tiles: Schedule, rows: torch.Tensor, missi
         segments=tiles.segments.data_ptr(),
         num_segments=tiles.num_segments.data_ptr(),
         missing=missing.data_ptr(),
-        received=channel.received,
         claimed=channel.placed.data_ptr(),
         num_peers=plan.peers.size,
-        **of_channel(run, channel, *RECEIVING, "finished"),
+        limit_ns=run.limit_ns,
+        **channel.receiving,
     )
 
 
@@ -317,7 +305,6 @@ def return_while_computed(
         if comm_sms:
             main.wait_event(pool.joined)
         op.sum_slots(
-            received=channel.received,
             local=outputs.data_ptr(),
             slots=plan.slots.data_ptr(),
             sums=sums.data_ptr(),
@@ -327,8 +314,9 @@ def return_while_computed(
             num_peers=plan.peers.size,
             is_half=is_half,
             num_sms=run.group.num_sms,
+            limit_ns=run.limit_ns,
             stream=raw_stream(rows),
-            **of_channel(run, channel, *RECEIVING, "finished"),
+            **channel.receiving,
         )
     return sums
 
@@ -356,9 +344,9 @@ class ScalarReturn:
             num_tokens=plan.slots.shape[0],
             num_choices=plan.top_k,
             num_peers=plan.peers.size,
-            received=channel.received,
+            limit_ns=run.limit_ns,
             stream=raw_stream(values),
-            **of_channel(run, channel, *SENDING, *RECEIVING, "finished"),
+            **{**channel.sending, **channel.receiving},
         )
         # What the addresses belong to.
         self._kept = values, tiles, plan

@@ -114,26 +114,24 @@ def schedules(op, plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Sch
 
 def _empty_schedules(plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Schedule]:
     """Schedules whose words are not written yet, all in one allocation."""
-    routes, size = plan.routes[:, plan.peers.rank], plan.peers.size
-    # Every run of rows with tiles of its own may end in a tile that is not full.
-    num_bands = {
-        aligns_owners: int((-(-(routes if aligns_owners else routes.sum(0)) // BAND)).sum())
-        for aligns_owners in {returns.aligns_owners for _, _, returns in gemms}
-    }
-    most_segments = int((routes // BAND + 2).sum())
-    counts = []
+    size, rows, num_local = plan.peers.size, plan.expert_starts[-1], len(plan.expert_counts)
+    # At most so many segments: each owner's rows of an expert may begin and end within a band.
+    most_segments = rows // BAND + 2 * num_local * size + 1
+    counts, limits = [], []
     for n, _, returns in gemms:
-        bands = num_bands[returns.aligns_owners]
-        most_items = bands * -(-n // TILE_N) + 1
-        counts += [most_items * ITEM_WORDS, 1, most_segments * SEGMENT_WORDS, 1, returns.num_panels, bands + 1]
+        # Every run of rows with tiles of its own may end in a tile that is not full.
+        num_bands = rows // BAND + num_local * (size if returns.aligns_owners else 1)
+        most_items = num_bands * -(-n // TILE_N) + 1
+        counts += [most_items * ITEM_WORDS, 1, most_segments * SEGMENT_WORDS, 1, returns.num_panels, num_bands + 1]
         counts += [size * SUM_RUN_WORDS] * 2
+        limits.append(num_bands)
     # Each begins at 16 bytes.
     counts = [-(-count // 4) * 4 for count in counts]
     words = torch.empty(sum(counts), dtype=torch.int32, device=plan.device_counts.device).split_with_sizes(counts)
     each = len(counts) // len(gemms)
     return [
-        Schedule(n, row_bytes, returns, *words[i * each : (i + 1) * each], num_bands[returns.aligns_owners])
-        for i, (n, row_bytes, returns) in enumerate(gemms)
+        Schedule(*gemm, *words[i * each : (i + 1) * each], num_bands)
+        for i, (gemm, num_bands) in enumerate(zip(gemms, limits))
     ]
 
 

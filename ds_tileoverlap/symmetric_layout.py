@@ -84,13 +84,6 @@ def layout(
     record_bytes = -(-2 * top_k // 4) * 16
     most = max(map(sum, zip(*plan.sends.tolist()))) * record_bytes
     records.reserve(most, 2 * most)
-    shared = dict(
-        generation_bytes=records.capacity_bytes,
-        epoch=records.epoch.data_ptr(),
-        failure=pool.failure.data_ptr(),
-        limit_ns=limit_ns,
-        stream=stream,
-    )
     op.place(
         experts=experts.data_ptr(),
         weights=weights.data_ptr(),
@@ -106,16 +99,14 @@ def layout(
         choice_slots=choice_slots.data_ptr(),
         token_slots=token_slots.data_ptr(),
         slots=slots.data_ptr(),
-        peer_buffers=records.peer_buffers.data_ptr(),
-        peer_arrived=records.peer_arrived.data_ptr(),
-        consumed=records.consumed.data_ptr(),
-        **shared,
+        limit_ns=limit_ns,
+        stream=stream,
+        **records.sending,
     )
     choice_rows = experts.new_empty(num_received, top_k)
     row_sources, row_offsets = experts.new_empty(num_rows), experts.new_empty(num_experts // size + 1)
     row_weights = weights.new_empty(num_rows)
     op.receive(
-        received=records.received,
         num_received=num_received,
         num_choices=top_k,
         num_ranks=size,
@@ -126,11 +117,9 @@ def layout(
         row_sources=row_sources.data_ptr(),
         row_weights=row_weights.data_ptr(),
         row_offsets=row_offsets.data_ptr(),
-        arrived=records.arrived.data_ptr(),
-        targets=records.targets.data_ptr(),
-        peer_consumed=records.peer_consumed.data_ptr(),
-        finished=records.finished.data_ptr(),
-        **shared,
+        limit_ns=limit_ns,
+        stream=stream,
+        **records.receiving,
     )
     return plan.but(
         sent_tokens=sent_tokens,
@@ -158,4 +147,4 @@ def choose_returns(config: TileOverlapConfig, plan: Plan, row_bytes: int) -> Ret
 def rows_to_receive(plan: Plan) -> tuple[int, int]:
     """The most rows that any rank of the group receives now, and that it could from as many tokens."""
     remote = plan.remote_sends if plan.returns.sums else plan.remote_routes
-    return max(map(sum, remote)), int(plan.routes.sum((1, 2)).max())
+    return max(map(sum, remote)), max(map(sum, plan.routes_between))

@@ -379,7 +379,7 @@ class OwnGroup:
         routes = Routes(experts, torch.ones(experts.shape, device=self.device), None, None)
         config = TileOverlapConfig(enabled=True, combine="sums" if returns.sums else "rows")
         plan = symmetric_layout.layout(routes, num_experts, self.peers, self.group, config, 16, can_overlap=True)
-        return replace(plan, returns=returns)
+        return plan.but(returns=returns)
 
     def operand(self, weights):
         """This rank's weights [E_local, N, K]. Their table is made here, as the host waits for the device then."""
@@ -390,7 +390,7 @@ class OwnGroup:
     def reserve(self, plans, row_bytes, token_bytes):
         """Makes room for the largest, so that no use has to wait until all ranks grow together."""
         home = [symmetric_layout.rows_to_receive(plan)[0] for plan in plans]
-        out = [int(plan.remote_sends.sum(0).max()) for plan in plans]
+        out = [max(map(sum, zip(*plan.remote_sends))) for plan in plans]
         pool = self.group.pool
         for channel, counts, sizes in ((pool.returns, home, row_bytes), (pool.tokens, out, token_bytes)):
             most = max(count * size for count, size in zip(counts, sizes))
@@ -525,7 +525,7 @@ def _paper_problem(own, x, experts, weights, mine):
     size = torch.linalg.vector_norm(reference, dim=1)
     ways = [(Returns(False, a, b, 1), c) for a in (True, False) for b in PAPER_BANDS for c in (0, *PAPER_COMM_SMS)]
     ways += [(Returns(True, False, 1, panels), c) for panels in (1, 4) for c in (0, 8)]
-    plans = [replace(by_sums[returns.sums], returns=returns) for returns, _ in ways]
+    plans = [by_sums[returns.sums].but(returns=returns) for returns, _ in ways]
     own.reserve(plans, [2 * weights.shape[1]] * len(plans), [0] * len(plans))
     found, first = [], {}
     for plan, (returns, comm_sms) in zip(plans, ways):

@@ -16,7 +16,17 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from ds_tileoverlap import config, layout, overlap, overlap_group, overlap_stages, route, schedule, symmetric_layout
+from ds_tileoverlap import (
+    buffer,
+    config,
+    layout,
+    overlap,
+    overlap_group,
+    overlap_stages,
+    route,
+    schedule,
+    symmetric_layout,
+)
 from ds_tileoverlap.exchange import Peers
 from ds_tileoverlap.expert_form import ExpertForm
 from ds_tileoverlap.expert_weights import ExpertWeights, WeightLayout
@@ -77,9 +87,9 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     words = torch.zeros(64, dtype=torch.int32)
-    names = "epoch targets claimed placed finished arrived consumed began".split()
-    names += [f"peer_{name}" for name in ("arrived", "consumed", "began", "buffers")]
-    channel = SimpleNamespace(**dict.fromkeys(names, words), capacity_bytes=0, received=0, reserve=lambda *sizes: None)
+    stand_in = SimpleNamespace(peers=Peers(None, 0, (0, 1), 5.0, "test"), failure=words[:5], addresses=torch.tensor)
+    channel = buffer.Channel(stand_in, words, [0, 0], 0, words[: buffer.OWN_WORDS + 2])
+    channel.reserve = lambda *sizes: None
     counts = torch.full((2, 8 + 2 + 1), 5, dtype=torch.int32)
     counts[:, -1] = 0
     names = "peer_counts peer_ready ready host_ready failure host_failure signals claimed_items".split()

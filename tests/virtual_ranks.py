@@ -394,11 +394,9 @@ def _jobs(use: Use, placed: Placement, routes: Sequence[torch.Tensor]) -> list[J
 def _job(use: Use, placed: Placement, routes, rank: int, tokens, weights, counts) -> Job:
     local, rows = use.num_experts // use.num_ranks, placed.rows_of(rank, tokens)
     mine = weights[rank * local : (rank + 1) * local].clone()
-    products, sums = (
-        products_of(rows, placed.expert_counts(rank), mine),
-        expected_sums(tokens[rank], routes[rank], weights),
-    )
-    expected = {"gathered": rows, "hidden": products, "outputs": products, "sums": sums}
+    products = products_of(rows, placed.expert_counts(rank), mine)
+    expected = {"gathered": rows, "hidden": products, "outputs": products}
+    expected["sums"] = expected_sums(tokens[rank], routes[rank], weights)
     results = {name: _untouched(len(value), value.shape[1], use.dtype) for name, value in expected.items()}
     sources = placed.row_sources[rank].to(DEVICE)
     own_first, own_end = (int(placed.sends[:end, rank].sum()) for end in (rank, rank + 1))
@@ -472,28 +470,31 @@ class Enqueuer:
 
     def send_tokens(self) -> None:
         """Tokens go out by couriers of the GEMM that multiplies what arrives, or by couriers before it."""
-        op, me, use, job, channel = self._op, self._me, self._use, self._job, self._me.tokens
-        tiles, missing = job.arrivals, job.missing
+        op, use, job, channel, tiles = self._op, self._use, self._job, self._me.tokens, self._job.arrivals
         if self._comes("meet"):
-            self._begin(channel, op.TOKENS_OUT, use.token_bytes, tiles.band_parts, missing)
+            self._begin(channel, op.TOKENS_OUT, use.token_bytes, tiles.band_parts, job.missing)
         courier = self._courier(
             channel, tiles, job.x, errand=op.RETURN_SUMS, index=job.sent_tokens.data_ptr(), num_choices=1,
             runs=tiles.send_runs.data_ptr(), num_panels=1, panel_bytes=use.token_bytes,
         )  # fmt: skip
-        arrivals = op.Arrivals(
-            rows=job.gathered.data_ptr(), row_bytes=use.token_bytes, sources=job.row_sources.data_ptr(),
-            own_first=job.own_first, own_end=job.own_end, segments=tiles.segments.data_ptr(),
-            num_segments=tiles.num_segments.data_ptr(), missing=missing.data_ptr(), received=channel.received,
-            claimed=channel.placed.data_ptr(), num_peers=use.num_ranks,
-            **self._of_channel(channel, "arrived", "targets", "peer_consumed", "finished"),
-        )  # fmt: skip
-        carried = dict(courier=courier, arrivals=arrivals)
+        carried = dict(courier=courier, arrivals=self._arrivals())
         if not self._comes("project"):
             return
         if not use.overlaps_dispatch:
-            op.run_couriers(**carried, is_half=self._is_half, num_sms=self._num_sms, stream=me.main.cuda_stream)
+            main = self._me.main.cuda_stream
+            op.run_couriers(**carried, is_half=self._is_half, num_sms=self._num_sms, stream=main)
             carried = {}
         self._multiply(tiles, job.gathered, job.hidden, num_sms=self._num_sms, **carried)
+
+    def _arrivals(self):
+        channel, job, tiles = self._me.tokens, self._job, self._job.arrivals
+        return self._op.Arrivals(
+            rows=job.gathered.data_ptr(), row_bytes=tiles.row_bytes, sources=job.row_sources.data_ptr(),
+            own_first=job.own_first, own_end=job.own_end, segments=tiles.segments.data_ptr(),
+            num_segments=tiles.num_segments.data_ptr(), missing=job.missing.data_ptr(), received=channel.received,
+            claimed=channel.placed.data_ptr(), num_peers=self._use.num_ranks,
+            **self._of_channel(channel, "arrived", "targets", "peer_consumed", "finished"),
+        )  # fmt: skip
 
     def bring_home(self) -> None:
         """Rows come home while the GEMM makes them, and are summed."""
