@@ -149,6 +149,7 @@ def _activate(x, ACT: tl.constexpr):
         return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def _weighted_hidden_kernel(
     gate,
@@ -178,6 +179,7 @@ def _weighted_hidden_kernel(
         tl.store(hidden + row[:, None] * width + column[None, :], value.to(hidden.dtype.element_ty), inside)
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def _hidden_backward_kernel(
     gate,

@@ -138,6 +138,7 @@ def gather_scalars(values: torch.Tensor, index: torch.Tensor, picked: torch.Tens
     return picked.copy_(torch.where(index >= 0, found, 0))
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_elements"])
 def _gather_scalars_kernel(
     values,
@@ -160,6 +161,7 @@ def _gather_scalars_kernel(
     tl.store(picked + (element // COLUMNS).to(tl.int64) * picked_stride + element % COLUMNS, value, inside)
 
 
+@kernels.Kernel
 @triton.jit
 def _sum_rows_kernel(
     rows,

@@ -50,6 +50,7 @@ def place_own_rows(x: torch.Tensor, plan: Plan, rows: torch.Tensor) -> None:
         _place_own_rows_kernel[(tokens.numel(),)](x, tokens, places, rows, places.shape[1], x.shape[1], BLOCK=block)
 
 
+@kernels.Kernel
 @triton.jit
 def _place_own_rows_kernel(x, tokens, places, rows, num_choices, width, BLOCK: tl.constexpr):
     own = tl.program_id(0).to(tl.int64)
@@ -59,4 +60,4 @@ def _place_own_rows_kernel(x, tokens, places, rows, num_choices, width, BLOCK: t
         value = tl.load(x + token * width + column, column < width)
         for choice in range(num_choices):
             row = tl.load(places + own * num_choices + choice).to(tl.int64)
-            tl.store(rows + row * width + column, value, (column < width) & (row >= 0))
+            tl.store(rows + row * width + column, value, column < tl.where(row >= 0, width, 0))

@@ -291,6 +291,7 @@ def expert_sums(grads: torch.Tensor, plan: Plan, row_weights: torch.Tensor | Non
     return torch.stack([chunk.sum(0) for chunk in wide.split(plan.expert_counts)]).to(grads.dtype)
 
 
+@kernels.Kernel
 @triton.jit
 def _add_bias_kernel(rows, bias, experts, row_weights, width, stride, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -304,6 +305,7 @@ def _add_bias_kernel(rows, bias, experts, row_weights, width, stride, WEIGHTED: 
         tl.store(rows + row * stride + column, value.to(rows.dtype.element_ty), column < width)
 
 
+@kernels.Kernel
 @triton.jit
 def _bias_dot_kernel(grads, bias, experts, dots, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -316,6 +318,7 @@ def _bias_dot_kernel(grads, bias, experts, dots, width, BLOCK: tl.constexpr):
     tl.store(dots + row, tl.sum(total, 0))
 
 
+@kernels.Kernel
 @triton.jit
 def _expert_sums_kernel(
     grads,

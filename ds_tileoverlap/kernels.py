@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -29,6 +30,47 @@ def power_of_2(n: int) -> int:
 def tile_rows(width: int, most: int = 256) -> int:
     """Rows of an index tile of ``width`` (a power of two) columns: a power of two, 1 to ``most``."""
     return max(1, min(most, INDEX_TILE // width))
+
+
+class Kernel:
+    """A ``@triton.jit`` function whose later launches skip what the first one found out.
+
+    Triton binds and inspects every argument of every launch, which takes longer than most of these kernels. What it
+    compiles depends on the arguments only through what :func:`_look` sees of them; the compiled kernel is launched
+    directly, as Triton's tutorials do it. Launched like the function itself: ``kernel[grid](*tensors, NAME=constant)``.
+    """
+
+    def __init__(self, function):
+        self._function, self._compiled = function, {}
+        self._names = list(inspect.signature(function.fn).parameters)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
+        # All tensors of a launch lie on one device, the first argument among them.
+        key = (arguments[0].get_device(), *map(_look, arguments), *constants.values())
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._function[grid](*arguments, **constants)
+            # Triton's interpreter compiles nothing.
+            self._compiled[key] = compiled if hasattr(compiled, "function") else self._function
+            return
+        if compiled is self._function:
+            compiled[grid](*arguments, **constants)
+            return
+        rest = iter(arguments)
+        values = (constants[name] if name in constants else next(rest) for name in self._names)
+        compiled[(*grid, 1, 1)[:3]](*values)
+
+
+def _look(argument: object) -> object:
+    """What Triton specialises for: a tensor's dtype and alignment; ones, multiples of 16, widths of integers."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if type(argument) is int:
+        return argument == 1, argument % 16 == 0, argument.bit_length() > 31
+    return type(argument)
 
 
 def without_autocast(function: Callable) -> Callable:

@@ -222,6 +222,7 @@ def _visits(experts, token, valid, experts_per_rank, TOP_K: tl.constexpr, BLOCK:
     return visits
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count_routes_kernel(
     experts,
@@ -251,6 +252,7 @@ def _count_routes_kernel(
     tl.store(block_visits + tl.program_id(0) * num_ranks + rank, visited, rank < num_ranks)
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_blocks"])
 def _scan_blocks_kernel(block_counts, totals, num_blocks, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -265,6 +267,7 @@ def _scan_blocks_kernel(block_counts, totals, num_blocks, num_columns, ROWS: tl.
     tl.store(totals + column, before, column < num_columns)
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _place_tokens_kernel(
     experts,
@@ -325,6 +328,7 @@ def _local_expert(received, element, num_elements, TOP_K: tl.constexpr):
     return tl.load(received + place, element < num_elements, other=-1)
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_elements", "first"])
 def _count_rows_kernel(
     received,
@@ -343,6 +347,7 @@ def _count_rows_kernel(
     tl.store(block_counts + place, tl.sum(one_hot.to(tl.int32), 0), column < num_experts)
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_elements", "first"])
 def _place_rows_kernel(
     received,

@@ -225,6 +225,7 @@ def _gates(logits, token, expert, num_tokens, num_experts):
     return logit, gates / tl.where(token < num_tokens, total, 1.0)[:, None], inside
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_tokens", "noisy_from"])
 def _route_kernel(
     logits,
@@ -286,6 +287,7 @@ def _route_kernel(
     tl.store(route_counts + row, counts, expert < num_experts)
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_blocks", "scale"])
 def _route_totals_kernel(
     gate_sums,
@@ -318,6 +320,7 @@ def _route_totals_kernel(
     tl.store(l_aux, tl.sum(gate_sum * counted.to(tl.float32), 0) * scale)
 
 
+@kernels.Kernel
 @triton.jit(do_not_specialize=["num_tokens", "scale"])
 def _route_backward_kernel(
     logits,

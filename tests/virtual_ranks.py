@@ -285,22 +285,34 @@ def _addresses(addresses) -> torch.Tensor:
 class VirtualChannel:
     """One rank's end of one kind of row, named as :class:`ds_tileoverlap.buffer.Channel`."""
 
-    def __init__(self, rank: int, size: int, capacity_bytes: int, start: int):
-        self.rank, self.capacity_bytes = rank, capacity_bytes
+    def __init__(self, rank: int, size: int, capacity_bytes: int, start: int, failure: torch.Tensor):
+        self.rank, self.capacity_bytes, self._failure = rank, capacity_bytes, failure
         self.epoch = _words(1, start)
         self.claimed, self.placed, self.finished = (_words(1, 0) for _ in range(3))
         self.targets, self.arrived, self.consumed, self.began = (_words(size, start) for _ in range(4))
         # All bits set is NaN in both dtypes: what is read before it has come does not go unnoticed.
         self.buffer = torch.full((2 * capacity_bytes + GUARD_WORDS,), 255, dtype=torch.uint8, device=DEVICE)
-        self.received = self.buffer.data_ptr()
 
     def meet(self, everyone: Sequence[VirtualChannel]) -> None:
         """Learns the addresses of the others."""
-        self.peer_buffers = _addresses(peer.received for peer in everyone)
+        self.peer_buffers = _addresses(peer.buffer.data_ptr() for peer in everyone)
         self.peer_arrived, self.peer_consumed, self.peer_began = (
             _addresses(getattr(peer, name).data_ptr() + 4 * self.rank for peer in everyone)
             for name in ("arrived", "consumed", "began")
         )
+
+    def _arguments(self, *names: str) -> dict[str, int]:
+        words = {name: getattr(self, name).data_ptr() for name in (*names, "epoch")}
+        return dict(**words, generation_bytes=self.capacity_bytes, failure=self._failure.data_ptr())
+
+    @property
+    def sending(self) -> dict[str, int]:
+        return self._arguments("peer_buffers", "peer_arrived", "consumed")
+
+    @property
+    def receiving(self) -> dict[str, int]:
+        words = self._arguments("arrived", "targets", "peer_consumed", "finished")
+        return dict(**words, received=self.buffer.data_ptr())
 
 
 class VirtualRank:
@@ -308,8 +320,8 @@ class VirtualRank:
 
     def __init__(self, rank: int, size: int, capacities: Sequence[int], num_signals: int, start: int):
         self.device, self.rank = DEVICE, rank
-        self.tokens, self.returns = (VirtualChannel(rank, size, capacity, start) for capacity in capacities)
         self.claimed_items, self.failure = _words(1, 0), _words(5, 0)
+        self.tokens, self.returns = (VirtualChannel(rank, size, bytes_, start, self.failure) for bytes_ in capacities)
         self.signals = _words(num_signals + GUARD_WORDS, start)
         self.main, self.stream = _streams()[0][rank], _streams()[1][rank]
         self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
@@ -429,16 +441,11 @@ class Enqueuer:
 
     def __init__(self, op, me: VirtualRank, use: Use, job: Job, late: Mapping[str, float], absent, limit_ns: int):
         self._op, self._me, self._use, self._job, self._late, self._absent = op, me, use, job, late, absent
-        self._common = dict(failure=me.failure.data_ptr(), limit_ns=limit_ns)
-        self._is_half, self._num_sms = use.dtype == torch.float16, SMS_OF_RANK[use.num_ranks]
+        self._limit_ns, self._is_half, self._num_sms = limit_ns, use.dtype == torch.float16, SMS_OF_RANK[use.num_ranks]
 
     def _comes(self, stage: str, stream: torch.cuda.Stream | None = None) -> bool:
         sleep(stream or self._me.main, self._late.get(stage, 0))
         return stage not in self._absent
-
-    def _of_channel(self, channel: VirtualChannel, *names: str) -> dict[str, int]:
-        words = {name: getattr(channel, name).data_ptr() for name in ("epoch", *names)}
-        return dict(**words, **self._common, generation_bytes=channel.capacity_bytes)
 
     def _begin(
         self, channel: VirtualChannel, what: int, row_bytes: int, to_do: torch.Tensor, left: torch.Tensor
@@ -449,14 +456,14 @@ class Enqueuer:
             num_experts=self._use.num_experts, what=what, row_bytes=row_bytes, epoch=channel.epoch.data_ptr(),
             targets=channel.targets.data_ptr(), to_do=to_do.data_ptr(), left=left.data_ptr(), num_left=to_do.numel(),
             peer_began=channel.peer_began.data_ptr(), began=channel.began.data_ptr() if what == op.TOKENS_OUT else 0,
-            stream=self._me.main.cuda_stream, **self._common,
+            failure=self._me.failure.data_ptr(), limit_ns=self._limit_ns, stream=self._me.main.cuda_stream,
         )  # fmt: skip
 
     def _courier(self, channel: VirtualChannel, tiles: Schedule, rows: torch.Tensor, **errand):
         return self._op.Courier(
             rows=rows.data_ptr(), row_bytes=tiles.row_bytes, num_peers=self._use.num_ranks, rank=self._me.rank,
             segments=tiles.segments.data_ptr(), num_segments=tiles.num_segments.data_ptr(),
-            **self._of_channel(channel, "peer_buffers", "peer_arrived", "consumed", "claimed"), **errand,
+            claimed=channel.claimed.data_ptr(), limit_ns=self._limit_ns, **channel.sending, **errand,
         )  # fmt: skip
 
     def _multiply(self, tiles: Schedule, rows: torch.Tensor, result: torch.Tensor, **options) -> None:
@@ -491,9 +498,9 @@ class Enqueuer:
         return self._op.Arrivals(
             rows=job.gathered.data_ptr(), row_bytes=tiles.row_bytes, sources=job.row_sources.data_ptr(),
             own_first=job.own_first, own_end=job.own_end, segments=tiles.segments.data_ptr(),
-            num_segments=tiles.num_segments.data_ptr(), missing=job.missing.data_ptr(), received=channel.received,
-            claimed=channel.placed.data_ptr(), num_peers=self._use.num_ranks,
-            **self._of_channel(channel, "arrived", "targets", "peer_consumed", "finished"),
+            num_segments=tiles.num_segments.data_ptr(), missing=job.missing.data_ptr(),
+            claimed=channel.placed.data_ptr(), num_peers=self._use.num_ranks, limit_ns=self._limit_ns,
+            **channel.receiving,
         )  # fmt: skip
 
     def bring_home(self) -> None:
@@ -529,10 +536,10 @@ class Enqueuer:
             me.main.wait_event(me.joined)
         if self._comes("sum"):
             op.sum_slots(
-                received=channel.received, local=job.outputs.data_ptr(), slots=job.slots.data_ptr(),
-                sums=job.sums.data_ptr(), num_tokens=len(job.x), num_choices=use.top_k, width=use.width,
-                num_peers=use.num_ranks, is_half=self._is_half, num_sms=self._num_sms, stream=me.main.cuda_stream,
-                **self._of_channel(channel, "arrived", "targets", "peer_consumed", "finished"),
+                local=job.outputs.data_ptr(), slots=job.slots.data_ptr(), sums=job.sums.data_ptr(),
+                num_tokens=len(job.x), num_choices=use.top_k, width=use.width, num_peers=use.num_ranks,
+                is_half=self._is_half, num_sms=self._num_sms, limit_ns=self._limit_ns, stream=me.main.cuda_stream,
+                **channel.receiving,
             )  # fmt: skip
 
 
@@ -749,6 +756,7 @@ def build_without(guard: str, folder: str) -> None:
 def _load_kernels() -> None:
     """Loads every kernel of a play before the first one waits: loading may wait for those that run."""
     rank = VirtualRank(0, 1, (0, 0), 0, 0)
+    rank.returns.meet([rank.returns])
     overlap_group._load_kernels(operator(), rank)
     sleep(rank.main, 0.001)
     torch.cuda.synchronize()
