@@ -41,23 +41,35 @@ def place_own_rows(x: torch.Tensor, plan: Plan, rows: torch.Tensor) -> None:
     With received rows ``a b`` of which the second is this rank's token ``t``, and choice rows ``[[1, -1], [2, 0]]``:
     rows 0 and 2 become ``t``.
     """
-    tokens, places = plan.sent_tokens[plan.own_sent], plan.choice_rows[plan.own_received]
+    sent, received = plan.own_sent, plan.own_received
     if not kernels.use_triton(rows):
+        places = plan.choice_rows[received]
         own, choices = (places >= 0).nonzero(as_tuple=True)
-        rows[places[own, choices].long()] = x[tokens[own].long()]
-    elif tokens.numel():
-        block = min(kernels.power_of_2(x.shape[1]), 2048)
-        _place_own_rows_kernel[(tokens.numel(),)](x, tokens, places, rows, places.shape[1], x.shape[1], BLOCK=block)
+        rows[places[own, choices].long()] = x[plan.sent_tokens[sent][own].long()]
+    elif sent.stop > sent.start:
+        _place_own_rows_kernel[(sent.stop - sent.start,)](
+            x,
+            plan.sent_tokens,
+            plan.choice_rows,
+            rows,
+            sent.start,
+            received.start,
+            plan.choice_rows.shape[1],
+            x.shape[1],
+            BLOCK=min(kernels.power_of_2(x.shape[1]), 2048),
+        )
 
 
 @kernels.Kernel
-@triton.jit
-def _place_own_rows_kernel(x, tokens, places, rows, num_choices, width, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first_sent", "first_received"])
+def _place_own_rows_kernel(
+    x, tokens, places, rows, first_sent, first_received, num_choices, width, BLOCK: tl.constexpr
+):
     own = tl.program_id(0).to(tl.int64)
-    token = tl.load(tokens + own).to(tl.int64)
+    token = tl.load(tokens + first_sent + own).to(tl.int64)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(x + token * width + column, column < width)
         for choice in range(num_choices):
-            row = tl.load(places + own * num_choices + choice).to(tl.int64)
+            row = tl.load(places + (first_received + own) * num_choices + choice).to(tl.int64)
             tl.store(rows + row * width + column, value, column < tl.where(row >= 0, width, 0))

@@ -144,7 +144,8 @@ def _load_kernels(op, pool: Pool) -> None:
     stream = torch.cuda.current_stream(device).cuda_stream
     nothing = torch.zeros(64, dtype=torch.int32, device=device)
     zero = nothing.data_ptr()
-    operand = torch.zeros(64, 64, dtype=torch.float16, device=device).data_ptr()
+    matrix = torch.zeros(64, 64, dtype=torch.float16, device=device)
+    operand = matrix.data_ptr()
     channel = pool.returns
     # Sums of no rows, and no rows to put in place: the couriers find out that there is nothing to do.
     courier = op.Courier(

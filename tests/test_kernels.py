@@ -259,3 +259,34 @@ def test_place_own_rows(compare, width, own, choices):
         expected[[row for row in named if row >= 0]] = x[token]
     for (rows,) in compare(run):
         assert torch.equal(rows, expected)
+
+
+def test_a_kernel_is_launched_as_compiled_until_an_argument_looks_otherwise():
+    launched = []
+
+    class Compiled:
+        function = "a handle"
+
+        def __getitem__(self, grid):
+            return lambda *values: launched.append((grid, values))
+
+    class Function:
+        @staticmethod
+        def fn(x, n, WIDTH, y):
+            pass
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: launched.append("function") or Compiled()
+
+    kernel, x, y = kernels.Kernel(Function()), torch.zeros(32), torch.zeros(1)
+    kernel[(3,)](x, 5, y, WIDTH=4)
+    kernel[(2,)](x, 7, y, WIDTH=4)
+    assert launched == ["function", ((2, 1, 1), (x, 7, 4, y))]
+    for others in [(x[1:], 5, y), (x.half(), 5, y), (x, 1, y), (x, 16, y), (x, 2**31, y), (x, 5.0, y), (y, 5, x.int())]:
+        launched.clear()
+        kernel[(2,)](*others, WIDTH=4)
+        kernel[(2, 3)](*others, WIDTH=4)
+        assert launched[0] == "function" and launched[1][0] == (2, 3, 1), others
+    launched.clear()
+    kernel[(2,)](x, 5, y, WIDTH=8)
+    assert launched == ["function"]

@@ -79,7 +79,9 @@ __device__ __forceinline__ void place_arrivals(const TileOverlapArrivals& args, 
 __device__ __forceinline__ void wait_for_band(const TileOverlapArrivals& args, int band) {
     if (args.missing == nullptr) return;
     const uint32_t* missing = args.missing + band;
-    if (!wait_until([&] { return read_signal(missing) == 0; }, args.failure, args.limit_ns))
+    // The couriers wait for one peer after the other, and name the one that does not come.
+    uint64_t limit_ns = (args.num_peers + 1) * args.limit_ns;
+    if (!wait_until([&] { return read_signal(missing) == 0; }, args.failure, limit_ns))
         report(args.failure, ROWS_PLACED, -1, band, 0, read_signal(missing));
     fence_async_global();
 }
