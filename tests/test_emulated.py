@@ -283,8 +283,8 @@ def test_whatever_the_timing(op, monkeypatch, combine):
 GUARDS = {
     "tiles wait until what arrives is in place": (
         "arrivals.cuh",
-        "    const uint32_t* missing = args.missing + band;\n    if (!wait_until(",
-        "    const uint32_t* missing = args.missing + band;\n    if (false && !wait_until(",
+        "    if (!wait_until([&] { return read_signal(missing) == 0; }",
+        "    if (false && !wait_until([&] { return read_signal(missing) == 0; }",
     ),
     "what arrives is read after it came": (
         "arrivals.cuh",
