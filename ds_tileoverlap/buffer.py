@@ -112,6 +112,7 @@ class Pool:
         host_counts, host_failure, host_ready: host memory that the layout's kernel writes.
         claimed_items: [1] int32, 0 between kernels.
         signals: ready signals of this rank's own tiles.
+        left: counters of what is left to do in the current use of a channel.
         failure: [5] int32, filled by a kernel whose deadline passed.
         stream: where couriers with SMs of their own run, of high priority.
     """
@@ -138,7 +139,7 @@ class Pool:
         self.host_counts = torch.zeros(size * self.counts_stride, dtype=torch.int32, pin_memory=on_gpu)
         self.host_ready = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
         self.host_failure = torch.zeros(op.FAILURE_WORDS, dtype=torch.int32, pin_memory=on_gpu)
-        self.signals = torch.zeros(0, dtype=torch.int32, device=device)
+        self.signals = self.left = torch.zeros(0, dtype=torch.int32, device=device)
         # Nobody may write into a peer's words before it has cleared them.
         self.meet()
 
@@ -147,6 +148,12 @@ class Pool:
         if self.signals.numel() < count:
             # The current epoch is older than any that a signal will be compared with.
             self.signals = self.returns.epoch.expand(count).clone()
+
+    def reserve_left(self, count: int) -> torch.Tensor:
+        """Room for counters of what is left in one use; the next use has them after it."""
+        if self.left.numel() < count:
+            self.left = torch.empty(count, dtype=torch.int32, device=self.device)
+        return self.left
 
     def close(self) -> None:
         """Frees the symmetric memory; collective over the group."""

@@ -118,10 +118,12 @@ def begin(
     and a rank that is late may still need a collective that could not start beside it.
 
     Returns:
-        Counters that show ``to_do`` [n].
+        Counters that show ``to_do`` [n] at first, and may be longer.
     """
-    left = torch.empty_like(to_do) if to_do is not None else None
-    counters = {} if to_do is None else dict(to_do=to_do.data_ptr(), left=left.data_ptr(), num_left=to_do.numel())
+    left, counters = None, {}
+    if to_do is not None:
+        left = run.pool.reserve_left(to_do.numel())
+        counters = dict(to_do=to_do.data_ptr(), left=left.data_ptr(), num_left=to_do.numel())
     run.op.begin(
         counts=plan.device_counts.data_ptr(),
         counts_stride=plan.device_counts.shape[1],

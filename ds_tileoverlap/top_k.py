@@ -147,7 +147,7 @@ def _route_triton(logits, noise, noisy_from, used_token, k):
     experts = torch.empty(num_tokens, k, dtype=torch.int32, device=logits.device)
     weights = logits.new_empty(num_tokens, k)
     gate_sums = logits.new_empty(num_blocks, num_experts)
-    route_counts = experts.new_empty(2, num_blocks, num_experts)
+    route_counts, first_counts = experts.new_empty(2, num_blocks, num_experts).unbind()
     used = used_token.to(torch.int32).contiguous() if used_token is not None else experts
     _route_kernel[(num_blocks,)](
         logits,
@@ -156,8 +156,8 @@ def _route_triton(logits, noise, noisy_from, used_token, k):
         experts,
         weights,
         gate_sums,
-        route_counts[0],
-        route_counts[1],
+        route_counts,
+        first_counts,
         num_tokens,
         num_experts,
         noisy_from,
@@ -173,8 +173,8 @@ def _route_triton(logits, noise, noisy_from, used_token, k):
     exp_counts = torch.empty(num_experts, dtype=torch.int64, device=logits.device)
     _route_totals_kernel[(1,)](
         gate_sums,
-        route_counts[0],
-        route_counts[1],
+        route_counts,
+        first_counts,
         balanced,
         l_aux,
         exp_counts,

@@ -99,6 +99,7 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
         **dict(device="cpu", stream=stream, forked=event, joined=event, counts_stride=16),
         host_counts=counts.flatten(),
         reserve_signals=lambda count: None,
+        reserve_left=lambda count: words,
     )
     pool.host_ready = words[:1]
     dry_op.calls.clear()

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = pytest.mark.gpu(2)
 
 HIDDEN, INNER, TOKENS, STEPS = 64, 128, 96, 6
-# What the rounding of bf16 weights and activations makes of a few steps.
-NOISE = 3e-2
+# What the rounding of bf16 makes of one step's gradients, and of what several steps change.
+NOISE, NOISE_OF_STEPS = 3e-2, 1e-1
 RECOMPUTE = {
     None: None,
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
@@ -25,7 +25,7 @@ def gated_net(recompute=None):
     """Two layers of experts without biases, the same weights on every call."""
     net = Net(2, 2, form=lambda *size: Gated(*size), hidden=HIDDEN, inner=INNER)
     net.recompute = RECOMPUTE[recompute]
-    return fill(net, ep_rank=torch.distributed.get_rank())
+    return fill(net, ep_rank=torch.distributed.get_rank(), std=0.08)
 
 
 def batch_of(step):
@@ -57,11 +57,11 @@ def _train(backend, recompute, config):
 def _same_training(recompute, config):
     losses, expected = _train("sequential", recompute, config)
     found_losses, found = _train("overlap", recompute, config)
-    # A route that is nearly a tie falls otherwise by the rounding of a sum: weights are compared as such, not their
-    # changes, which are small.
-    errors = relative_errors(found, expected)
-    assert max(errors.values()) <= NOISE, errors
-    assert found_losses == pytest.approx(losses, rel=NOISE, abs=NOISE * max(map(abs, losses)))
+    start = weights_of(gated_net().cuda())
+    changes = [{name: w[name] - start[name] for name in w} for w in (found, expected)]
+    errors = relative_errors(*changes)
+    assert max(errors.values()) <= NOISE_OF_STEPS, errors
+    assert found_losses == pytest.approx(losses, rel=NOISE, abs=NOISE)
     again_losses, again = _train("overlap", recompute, config)
     assert found_losses == again_losses and all(torch.equal(found[n], again[n]) for n in found), "not repeatable"
 
