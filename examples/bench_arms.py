@@ -18,7 +18,7 @@ AUTOEP_FUSED = {"combine_impl": "fused_weighted_sum", "gate_up_impl": "fused", "
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer; ``tokens`` are per rank, ``router_spread`` makes the routing less even (see :func:`router_weight`)."""
+    """One layer; ``tokens`` are per rank, the spreads make the routing less even (see :func:`router_weight`)."""
 
     name: str
     hidden: int
@@ -27,6 +27,7 @@ class Shape:
     top_k: int
     tokens: int
     router_spread: float = 0.0
+    rank_spread: float = 0.0
 
 
 class Gated(nn.Module):
@@ -82,12 +83,14 @@ def router_weight(shape: Shape, device: torch.device) -> torch.Tensor:
     """[E, H], the same on every rank: routing that is mildly uneven on normal inputs, and even over the ranks.
 
     Experts with longer rows win more tokens. Random rows differ enough where experts are many and H is small; elsewhere
-    even-numbered experts get rows longer by ``router_spread``, odd-numbered ones shorter.
+    even-numbered experts get rows longer by ``router_spread``, odd-numbered ones shorter. With ``rank_spread`` those of
+    rank 0 are longer by as much, all others shorter.
     """
     generator = torch.Generator(device).manual_seed(7)
     weight = torch.randn(shape.experts, shape.hidden, device=device, generator=generator) * 0.02
     sign = 1 - 2 * (torch.arange(shape.experts, device=device) % 2)
-    return weight * (1 + shape.router_spread * sign).unsqueeze(1)
+    on_rank_0 = 2 * (torch.arange(shape.experts, device=device) < shape.experts // dist.get_world_size()) - 1
+    return weight * ((1 + shape.router_spread * sign) * (1 + shape.rank_spread * on_rank_0)).unsqueeze(1)
 
 
 def autoep(shape: Shape, device: torch.device, dtype: torch.dtype, options: dict, source: MoE) -> nn.Module:

@@ -1,0 +1,258 @@
+"""Times the four stages of the overlap backend in which a GEMM and an exchange are one kernel, each against its parts.
+
+    torchrun --standalone --nproc_per_node=2 examples/benchmark_stages.py --shapes SHAPES --out DIR
+
+(SHAPES: configs/benchmark_stages.yaml)
+
+    in          tokens travel => gate and up projection        in back     gradients of the rows => return
+    down back   gradients travel => down projection, back      down        down projection => return
+
+Arms, all on the same routing and rows, interleaved in one process; times are maxima over the ranks:
+
+    torch       torch's grouped GEMM alone
+    gemm        the package's GEMM alone
+    sequential  the package's sequential stages: torch's grouped GEMM, exchange, sums
+    overlap     the overlapped stage
+    serial      (down) torch's grouped GEMM, then NCCL's all-to-all of every remote row
+    rows, sums  (down) the overlapped stage up to the arrival of all rows, with so many SMs for couriers of their own
+
+Roof of a stage: the larger of torch's grouped GEMM and its bytes on the link at 378 GB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+import yaml
+from benchmark import environment, interleaved, summary
+from torch import distributed as dist
+
+from ds_tileoverlap import combine, dispatch, overlap_group, overlap_stages, symmetric_layout
+from ds_tileoverlap.config import TileOverlapConfig
+from ds_tileoverlap.exchange import peers_of
+from ds_tileoverlap.overlap_stages import Operand
+from ds_tileoverlap.route import Routes
+from ds_tileoverlap.schedule import ARRIVALS
+from ds_tileoverlap.weight_maps import WeightMaps
+
+LINK = 378e9
+# How many times as fast as serial the down projection and its return should be.
+GOALS = {"qwen3-30b": 2.15, "olmoe": 2.1, "dsv3-like": 1.55, "paper-like": 1.9, "mixtral": 1.15, "trans-xl": 2.0}
+DTYPE = torch.bfloat16
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", type=Path, required=True, help="YAML list of shapes")
+    parser.add_argument("--out", type=Path, required=True, help="folder for one JSON record a shape")
+    parser.add_argument("--only", help="comma-separated names of shapes")
+    parser.add_argument("--comm-sms", default="0,8", help="comma-separated numbers of SMs for couriers of the return")
+    parser.add_argument("--samples", type=int, default=6, help="bursts of iterations of each arm")
+    parser.add_argument("--plot", type=Path, help="PNG of the return's time over the number of SMs for couriers")
+    arguments = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    deepspeed.init_distributed("nccl", verbose=False)
+    comm_sms = [int(n) for n in arguments.comm_sms.split(",")]
+    records = []
+    for shape in yaml.safe_load(arguments.shapes.read_text()):
+        if arguments.only and shape["name"] not in arguments.only.split(","):
+            continue
+        records.append(Stages(shape, device).record(comm_sms, arguments.samples))
+        if dist.get_rank() == 0:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            path = arguments.out / f"stages-{shape['name']}.json"
+            path.write_text(json.dumps(records[-1], indent=1) + "\n")
+            print(table(records[-1]), flush=True)
+    if arguments.plot and dist.get_rank() == 0:
+        draw(records, comm_sms, arguments.plot)
+    dist.destroy_process_group()
+    return 0
+
+
+class Stages:
+    """One shape's routing, rows and weights, and its arms."""
+
+    def __init__(self, shape: dict, device: torch.device):
+        self.shape, self.rank, world = shape, dist.get_rank(), dist.get_world_size()
+        hidden, inner, local = shape["hidden"], shape["intermediate"], shape["experts"] // world
+        self.peers = peers_of(dist.group.WORLD, device, None, shape["name"])
+        self.group = overlap_group.group_of(self.peers, device)
+        if self.group.op is None:
+            raise SystemExit(f"the overlap backend cannot run here, as {self.group.reason}")
+        self.generator = torch.Generator(device).manual_seed(5 + self.rank)
+        self.device, self.width = device, hidden
+        self.routes = self._routes(world, local)
+        self.plan, self.maps = self.plan_of("auto"), WeightMaps()
+        num_rows = sum(self.plan.expert_counts)
+        self.weights_in = self._random(local, 2 * inner, hidden) * 0.02
+        self.weights_down = self._random(local, hidden, inner) * 0.02
+        self.tokens = self._random(shape["tokens"], hidden)
+        self.hidden_rows, self.wide_rows = self._random(num_rows, inner), self._random(num_rows, 2 * inner)
+
+    def _random(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, device=self.device, dtype=DTYPE, generator=self.generator)
+
+    def _routes(self, world: int, local: int) -> Routes:
+        """Uniform scores, a little more for later experts of a rank, and ``skew`` more for those of rank 0."""
+        shape = (self.shape["tokens"], self.shape["experts"])
+        scores = torch.rand(shape, device=self.device, generator=self.generator)
+        scores += torch.linspace(-0.15, 0.15, local, device=self.device).repeat(world)
+        scores[:, :local] += self.shape.get("skew", 0.0)
+        chosen = scores.topk(self.shape["top_k"], 1).indices.int()
+        return Routes(chosen, torch.full(chosen.shape, 1 / chosen.shape[1], device=self.device), None, None)
+
+    def plan_of(self, how: str):
+        config = TileOverlapConfig(enabled=True, combine=how)
+        return symmetric_layout.layout(
+            self.routes, self.shape["experts"], self.peers, self.group, config, self.width * 2, True
+        )
+
+    def run_of(self, plan, width: int, returns, comm_sms: int = 0) -> overlap_stages.Run:
+        config = TileOverlapConfig(enabled=True, comm_sms=comm_sms)
+        run = overlap_stages.Run(self.group, config, self.maps, plan, self.width * 2)
+        run.prepare(plan, {(width, returns)})
+        return run
+
+    def record(self, comm_sms: list[int], samples: int) -> dict:
+        arms, errors = {}, {}
+        for name, weights, transposed, rows in (
+            ("in", self.weights_in, False, None),
+            ("down", self.weights_down, False, self.hidden_rows),
+            ("down back", self.weights_down, True, None),
+            ("in back", self.weights_in, True, self.wide_rows),
+        ):
+            operand = Operand(name, [(0, len(weights), weights)], transposed)
+            found = self.arrival_arms(operand) if rows is None else self.return_arms(operand, rows)
+            if name == "down":
+                found |= self.return_only_arms(operand, rows, comm_sms)
+            got, expected = found["overlap"]().float(), found["sequential"]().float()
+            errors[name] = ((got - expected).norm() / expected.norm()).item()
+            arms |= {f"{name}: {arm}": step for arm, step in found.items()}
+        times = interleaved(list(arms), lambda name, i: arms[name](), samples, self.device)
+        overlap_group.check_failure(self.group.pool.failure, self.peers)
+        arrive, back = (sum(map(sum, table)) for table in (self.plan.remote_sends, self._returning()))
+        each_way = len(self.plan.remote_sends) * LINK / (self.width * 2)
+        return {
+            "shape": self.shape,
+            "ranks": dist.get_world_size(),
+            "environment": environment(self.device),
+            "returns": "sums" if self.plan.returns.sums else "rows",
+            "errors_vs_sequential": errors,
+            "link_ms": {"arrive": arrive / each_way * 1e3, "return": back / each_way * 1e3},
+            "rows_link_ms": sum(map(sum, self.plan.remote_routes)) / each_way * 1e3,
+            "times_ms": {name: summary(values) for name, values in times.items()},
+            "goal": GOALS.get(self.shape["name"]),
+        }
+
+    def _returning(self) -> list[list[int]]:
+        return self.plan.remote_sends if self.plan.returns.sums else self.plan.remote_routes
+
+    def grouped_mm(self, rows: torch.Tensor, operand: Operand) -> torch.Tensor:
+        weights = operand.stack[0][2]
+        return F.grouped_mm(
+            rows, weights if operand.transposed else weights.transpose(1, 2), offs=self.plan.row_offsets[1:]
+        )
+
+    def gemm_arms(self, operand: Operand, rows: torch.Tensor, returns) -> dict[str, Callable]:
+        run, result = self.run_of(self.plan, operand.width, returns), rows.new_empty(len(rows), operand.width)
+        tiles = run.tiles(operand.width, returns)
+        return {
+            "torch": lambda: self.grouped_mm(rows, operand),
+            "gemm": lambda: overlap_stages.multiply(run, tiles, [(rows, operand)], result),
+        }
+
+    def arrival_arms(self, operand: Operand) -> dict[str, Callable]:
+        plan, run = self.plan, self.run_of(self.plan, operand.width, ARRIVALS)
+        rows = dispatch.send_tokens(self.tokens, plan, "dispatch")
+        return self.gemm_arms(operand, rows, ARRIVALS) | {
+            "sequential": lambda: self.grouped_mm(dispatch.send_tokens(self.tokens, plan, "dispatch"), operand),
+            "overlap": lambda: overlap_stages.project_arriving(self.tokens, [operand], plan, run)[0][0],
+        }
+
+    def return_arms(self, operand: Operand, rows: torch.Tensor) -> dict[str, Callable]:
+        plan, run = self.plan, self.run_of(self.plan, operand.width, self.plan.returns)
+        return self.gemm_arms(operand, rows, plan.returns) | {
+            "sequential": lambda: combine.return_rows(self.grouped_mm(rows, operand), plan, "combine"),
+            "overlap": lambda: overlap_stages.return_while_computed([(rows, operand)], plan, run, no_stages),
+        }
+
+    def return_only_arms(self, operand: Operand, rows: torch.Tensor, comm_sms: list[int]) -> dict[str, Callable]:
+        """The return up to the arrival of all rows: one token's sum waits for all of them."""
+        received = self.plan.routes_between[self.rank]
+        sent = [row[self.rank] for row in self.plan.routes_between]
+        home = rows.new_empty(sum(received), operand.width)
+        arms = {"serial": lambda: dist.all_to_all_single(home, self.grouped_mm(rows, operand), received, sent)}
+        for how in ("rows", "sums"):
+            plan = self.plan_of(how)
+            plan = plan.but(slots=plan.slots[:1])
+            for num_sms in comm_sms:
+                run = self.run_of(plan, operand.width, plan.returns, num_sms)
+                arms[f"{how} {num_sms}"] = lambda plan=plan, run=run: overlap_stages.return_while_computed(
+                    [(rows, operand)], plan, run, no_stages
+                )
+        return arms
+
+
+def no_stages(name: str) -> nullcontext:
+    return nullcontext()
+
+
+def table(record: dict) -> str:
+    us = {name: value["median"] * 1e3 for name, value in record["times_ms"].items()}
+    goal = f" (goal {record['goal']}x)" if record["goal"] else ""
+    lines = [
+        f"{record['shape']['name']}: {record['ranks']} ranks, {record['environment']['device']}, {record['returns']}",
+        f"  {'us':10s} {'torch':>7s} {'gemm':>7s} {'link':>7s} {'sequential':>10s} {'overlap':>8s}",
+    ]
+    for stage in ("in", "down", "down back", "in back"):
+        grouped_mm, gemm, sequential, mine = (
+            us[f"{stage}: {arm}"] for arm in ("torch", "gemm", "sequential", "overlap")
+        )
+        link = record["link_ms"]["return" if stage in ("down", "in back") else "arrive"] * 1e3
+        exposed = (mine - gemm) / max(sequential - grouped_mm, 1e-3)
+        lines.append(
+            f"  {stage:10s} {grouped_mm:7.0f} {gemm:7.0f} {link:7.0f} {sequential:10.0f} {mine:8.0f}"
+            f"  {sequential / mine:.2f}x, {max(grouped_mm, link) / mine:.2f} of the roof, exposed {exposed:.0%} of"
+            f" sequential's, error {record['errors_vs_sequential'][stage]:.1e}"
+        )
+    serial = us["down: serial"]
+    lines.append(f"  serial {serial:.0f} us, every row on the link {record['rows_link_ms'] * 1e3:.0f} us{goal}")
+    for name, value in us.items():
+        if name.startswith(("down: rows", "down: sums")):
+            lines.append(f"  {name[6:]:10s} {value:7.0f}  {serial / value:.2f}x over serial")
+    return "\n".join(lines)
+
+
+def draw(records: list[dict], comm_sms: list[int], path: Path) -> None:
+    """Draws each shape's time relative to serial over the number of SMs for couriers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for record in records:
+        times = {name: value["median"] for name, value in record["times_ms"].items()}
+        for how, line in (("rows", "o-"), ("sums", "o--")):
+            ratio = [times[f"down: {how} {n}"] / times["down: serial"] for n in comm_sms]
+            axes.plot(comm_sms, ratio, line, label=f"{record['shape']['name']}, {how}", linewidth=1)
+    axes.axhline(1.0, color="grey", linewidth=1)
+    axes.set(xlabel="SMs for couriers (0: spare warps of the GEMM)", ylabel="time over serial", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
