@@ -47,8 +47,7 @@ def native(shape: Shape, device: torch.device, dtype: torch.dtype, backend: str 
     """DeepSpeed's layer, dropless, converted to a backend of ours if asked; equal values for equal ranks.
 
     Expert parameters lie in one buffer in their order, which is where ZeRO-1 and -2 and the bf16 optimizer put them.
-    There is no engine: ZeRO's gradient hooks also run in a plain ``backward`` (bucketing, at its end reduction), and
-    the layer alone is what is timed.
+    An engine finds its process groups later, or ``set_deepspeed_parallelism``.
     """
     world = dist.get_world_size()
     with torch.device("meta"):
@@ -73,7 +72,6 @@ def native(shape: Shape, device: torch.device, dtype: torch.dtype, backend: str 
         parameter.allreduce = False
         parameter.group_name = layer.expert_group_name
     layer.deepspeed_moe.gate.wg.weight.data.copy_(router_weight(shape, device))
-    layer.set_deepspeed_parallelism()
     if backend:
         ds_tileoverlap.configure(layer, {"tile_overlap": {"enabled": True, "backend": backend}})
     return layer
