@@ -12,8 +12,7 @@ from emulated_op import build
 from models import Gated, fill, mlp, ours, stock, tokens
 from test_gpu import relative_errors
 
-from ds_tileoverlap import layout, overlap_group, route, schedule, symmetric_layout
-from ds_tileoverlap.buffer import Pool
+from ds_tileoverlap import buffer, layout, overlap_group, route, schedule, sequential, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig
 from ds_tileoverlap.exchange import PeerError, Peers
 
@@ -55,7 +54,7 @@ class ThreadPools:
             return [future.result() for future in futures]
 
 
-class ThreadPool(Pool):
+class ThreadPool(buffer.Pool):
     def __init__(self, pools, peers):
         self._pools = pools
         super().__init__(peers, torch.device("cpu"), pools.op)
@@ -382,3 +381,51 @@ def _one_leaves(rank, group, peers):
 def test_a_rank_that_never_comes_is_named(op, monkeypatch):
     monkeypatch.setattr(symmetric_layout, "WATCHDOG_MARGIN_S", -5.0)
     assert ThreadPools(2, op, timeout_s=1.0).run(_one_leaves) == [True, None]
+
+
+def _memory(rank, group, peers, layers, lengths):
+    """What a layer saves for backward, and what its channels hold, step by step; and each step's Plan."""
+    GROUPS.local.group, layer, found = group, layers[rank], []
+    for step, length in enumerate(lengths):
+        KEPT.tensors = None
+        layer(tokens(rank + step, length[rank], hidden=H, dtype=torch.bfloat16).requires_grad_())
+        plan, tensors = KEPT.tensors
+        capacities = {name: getattr(group.pool, name).capacity_bytes for name in ("tokens", "returns")}
+        found.append((plan, sum(t.numel() * t.element_size() for t in tensors), capacities))
+    return found
+
+
+KEPT = threading.local()
+
+
+def test_memory_is_what_the_formulas_say(op, monkeypatch):
+    size, k, inner = 2, 2, 40
+    monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
+    monkeypatch.setattr(buffer, "GRAIN_BYTES", 16)
+    keep = sequential.RoutedMLP.keep
+
+    def recorded(ctx, x, weights, kept, plan, pre_activations, *rest):
+        KEPT.tensors = plan, (x, weights, kept, *plan.tensors(), *pre_activations)
+        keep(ctx, x, weights, kept, plan, pre_activations, *rest)
+
+    monkeypatch.setattr(sequential.RoutedMLP, "keep", staticmethod(recorded))
+    full = fill(stock(Gated(H, inner), num_experts=E, hidden=H, k=k), std=0.1).bfloat16()
+    pools, lengths = ThreadPools(size, op), [(40, 30), (20, 10), (300, 0)]
+    layers = [layer_of(rank, pools.peers[rank], full, {"combine": "rows"}, True) for rank in range(size)]
+    results = pools.run(_memory, layers, lengths)
+    room = {"tokens": 0, "returns": 0}
+    for step in range(len(lengths)):
+        for rank, result in enumerate(results):
+            plan, saved, capacities = result[step]
+            length, rows = lengths[step][rank], sum(plan.expert_counts)
+            sent, received = sum(plan.send_splits), sum(plan.recv_splits)
+            values = length * H + rows * (H + 2 * inner)
+            numbers = length * k * 4 + sent + received * k + 2 * rows + E // size + 1 + 2 * size * (E + size + 1)
+            assert saved == 2 * values + 4 * numbers
+            if rank == 0:
+                arriving, returning = max(map(sum, zip(*plan.remote_sends))), max(map(sum, plan.remote_routes))
+                most = {"tokens": 2 * arriving, "returns": max(map(sum, plan.routes_between))}
+                for name, needed in (("tokens", arriving), ("returns", returning)):
+                    if needed * 2 * H > room[name]:
+                        room[name] = max(needed * 2 * H, min(int(needed * 2 * H * 1.25), most[name] * 2 * H))
+            assert all(room[name] <= capacities[name] < room[name] + 16 for name in room), (room, capacities)
