@@ -28,6 +28,18 @@ class Gated(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class LoRA(nn.Module):
+    """A frozen Linear with a trainable product of two thin matrices beside it."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, rank, False), nn.Linear(rank, base.out_features, False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
 def mlp(hidden=H, intermediate=I, bias=True, act=nn.GELU):
     return nn.Sequential(nn.Linear(hidden, intermediate, bias), act(), nn.Linear(intermediate, hidden, bias))
 

@@ -1,14 +1,9 @@
 """The example as a user starts it: swap of the layers in mid-training, exact resume, loss curve, error messages."""
 
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from launched import ROOT, launcher, run
+
 # The first start of DeepSpeed on a machine compiles its shared-memory collectives, which takes minutes.
 LIMIT_S = 400
 TINY = (
@@ -17,31 +12,10 @@ TINY = (
 ).split()
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def train(*options):
     """Runs the example on two CPU ranks; returns its exit code and everything it printed."""
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
     script = [str(ROOT / "examples/train_moe.py"), "--deepspeed_config", str(ROOT / "configs/train_moe.json")]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [*launcher, *script, *TINY, *map(str, options)],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
-    return process.returncode, output
+    return run([*launcher(), *script, *TINY, *map(str, options)], LIMIT_S)
 
 
 def final(output):

@@ -19,8 +19,7 @@ from engines import (
     train,
     weights_of,
 )
-from models import assert_close, fill, mlp
-from torch import nn
+from models import LoRA, assert_close, fill, mlp
 
 import ds_tileoverlap  # noqa: F401 - makes deepspeed.initialize read the block
 from ds_tileoverlap import expert_gemm
@@ -82,18 +81,6 @@ def _unfreeze_worker(part):
 @pytest.mark.parametrize("part", [".experts.", "gate.wg", "layers.0."])
 def test_c15_unfreeze_after_two_steps(two_ranks, part):
     two_ranks(_unfreeze_worker, part)
-
-
-class LoRA(nn.Module):
-    """A frozen Linear with a trainable product of two thin matrices beside it."""
-
-    def __init__(self, base, rank=2):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(base.in_features, rank, False), nn.Linear(rank, base.out_features, False)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
 
 
 def _lora(expert):

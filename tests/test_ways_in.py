@@ -3,12 +3,8 @@
 import copy
 import inspect
 import json
-import os
 import pickle
 import re
-import signal
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +16,15 @@ from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE as StockMoE
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from models import E, H, assert_close, backward_of, fill, mlp, ours, stock, tokens
+from launched import ROOT, launcher
+from launched import run as run_program
+from models import E, H, LoRA, assert_close, backward_of, fill, mlp, ours, stock, tokens
 from torch import nn
 
 import ds_tileoverlap
 from ds_tileoverlap import MoE, configure, run
 from ds_tileoverlap.layer import TileMOELayer
 
-ROOT = Path(__file__).resolve().parents[1]
 # The first start of DeepSpeed on a machine compiles its shared-memory collectives, which takes minutes.
 LIMIT_S = 300
 
@@ -108,18 +105,6 @@ def test_c28_tags(change, use_residual, converted):
     layer = (StockMoE if converted else MoE)(H, mlp(), E, ep_size=1, k=2, use_residual=use_residual)
     configure(layer, {"tile_overlap": {"enabled": True}})
     assert_tagged(CHANGES[change](layer))
-
-
-class LoRA(nn.Module):
-    """A frozen Linear with a trainable product of two thin matrices beside it."""
-
-    def __init__(self, base, rank=2):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(base.in_features, rank, False), nn.Linear(rank, base.out_features, False)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
 
 
 def _lora_tags_worker(ep_size):
@@ -230,7 +215,7 @@ def ds_config(enabled=None, **options):
 
 
 def _given_as(way, config, folder):
-    path = os.path.join(folder, f"config{torch.distributed.get_rank()}.json")
+    path = str(Path(folder) / f"config{torch.distributed.get_rank()}.json")
     Path(path).write_text(json.dumps(config))
     return {
         "dict": lambda: {"config": config},
@@ -365,33 +350,11 @@ print(f"rank={args.local_rank} width={args.width} main={__name__} script={sys.ar
 """
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launched(arguments, folder, launcher=True):
+def run_module(arguments, folder, launched=True):
     """Exit code and output of ``ds_tileoverlap.run`` with these arguments, on two CPU ranks or alone."""
-    command = [sys.executable, "-m"]
-    if launcher:
-        command += ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port()), "--module"]
-    path = os.pathsep.join(filter(None, [str(ROOT), str(folder), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [*command, "ds_tileoverlap.run", *arguments],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
-    return process.returncode, output
+    command = [*launcher(), "--module"] if launched else [sys.executable, "-m"]
+    command += ["ds_tileoverlap.run", *arguments]
+    return run_program(command, LIMIT_S, cwd=folder, path=(ROOT, folder), OMP_NUM_THREADS="1")
 
 
 def ranks_said(output):
@@ -405,7 +368,7 @@ def test_launcher(tmp_path):
     for enabled, script in ((True, ["train.py"]), (False, ["-m", "train"])):
         (tmp_path / "config.json").write_text(json.dumps(ds_config(enabled)))
         arguments = [*script, "--deepspeed_config", "config.json", "--width", "7"]
-        code, output = launched(arguments, tmp_path)
+        code, output = run_module(arguments, tmp_path)
         said[enabled] = ranks_said(output)
         assert code == 0 and set(said[enabled]) == {0, 1}, output
         inner = "TileMOELayer" if enabled else "MOELayer"
@@ -435,5 +398,5 @@ def test_run_hands_arguments_on(tmp_path):
     (tmp_path / "folder" / "neighbour.py").write_text("NAME = 'found'")
     script = "import sys, neighbour\nprint(sys.argv, __name__, neighbour.NAME)\nsys.exit(7)"
     (tmp_path / "folder" / "show.py").write_text(script)
-    code, output = launched(["--local_rank=3", "folder/show.py", "--x", "-m", "y"], tmp_path, launcher=False)
+    code, output = run_module(["--local_rank=3", "folder/show.py", "--x", "-m", "y"], tmp_path, launched=False)
     assert code == 7 and "['folder/show.py', '--local_rank=3', '--x', '-m', 'y'] __main__ found" in output, output
