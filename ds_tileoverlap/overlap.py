@@ -15,11 +15,19 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from . import sequential
 from .activation import weighted_hidden
 from .config import TileOverlapConfig
-from .expert_gemm import SlotGrads, activation_backward, add_expert_bias_, down_grads, input_grads
+from .expert_gemm import (
+    SlotGrads,
+    activation_backward,
+    add_expert_bias_,
+    down_grads,
+    expert_bias_dot,
+    input_grads,
+)
 from .expert_weights import ExpertWeights, expert_weights
 from .kernels import without_autocast
 from .layout import Plan
@@ -39,8 +47,6 @@ def refusal(experts: LocalExperts, dtype: torch.dtype, num_experts: int, top_k: 
         return "its experts are of a form that only runs as it is, module by module"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in {dtype}, not in bfloat16 or float16"
-    if (experts.form.down, "bias") in experts.form.slots:
-        return "its experts' down projection has a bias"
     hidden_size, width = experts.down_shape()
     if hidden_size % 8 or width % 8:
         return f"its sizes {hidden_size} and {width} are not multiples of 8"
@@ -94,12 +100,28 @@ class _OverlappedMLP(sequential.RoutedMLP):
                 if name in stacks.biases:
                     add_expert_bias_(part, stacks.biases[name], plan)
             hidden = weighted_hidden(gate, up, plan.row_weights, form.act)
-        output = return_while_computed([(hidden, down)], plan, run, stages)
+            pairs = [(hidden, down)]
+            if form.down in stacks.biases:
+                pairs.append(_bias_pair(stacks.biases[form.down], plan, run, dtype))
+        output = return_while_computed(pairs, plan, run, stages)
         run_backward = partial(backward, run=run) if overlaps_backward else sequential.backward
         sequential.RoutedMLP.keep(
             ctx, x, weights, rows, plan, pre_activations, layout, stages, parameters, run_backward
         )
         return output
+
+
+def _bias_pair(bias: torch.Tensor, plan: Plan, run: Run, dtype: torch.dtype) -> tuple[torch.Tensor, Operand]:
+    """The down projection's bias [E_local, H], scaled by the row weights, as a product that the GEMM adds.
+
+    A weight goes as two numbers of ``dtype`` whose sum has twice the bits; both multiply the same bias.
+    """
+    high = plan.row_weights.to(dtype)
+    parts = torch.stack((high, (plan.row_weights - high.float()).to(dtype)), 1)
+    # Rows of eight are what the bulk copy engine takes.
+    columns = run.room("down bias", (*bias.shape, 8), bias)
+    columns[..., :2] = bias.unsqueeze(2)
+    return F.pad(parts, (0, 6)), Operand("down bias", [(0, len(bias), columns)], transposed=False)
 
 
 def backward(
@@ -122,6 +144,8 @@ def backward(
             grad_hidden, plan.row_weights, pre_activations, stacks, keep_hidden=(form.down, "weight") in wanted
         )
         del grad_hidden
+        if form.down in stacks.biases:
+            grad_row_weights += expert_bias_dot(grad_rows, stacks.biases[form.down], plan)
     scalars = ScalarReturn(grad_row_weights, run.tiles(down.width, ARRIVALS), plan, run)
     found: SlotGrads = {}
 

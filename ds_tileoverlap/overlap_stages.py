@@ -43,6 +43,10 @@ class Run:
         """The table through which the GEMM reads the operand."""
         return self._maps.of(self.op, operand.name, operand.stack, dtype, operand.transposed)
 
+    def room(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """Memory of the layer for an operand that is made anew in every forward; see :meth:`WeightMaps.room`."""
+        return self._maps.room(name, shape, like)
+
     def prepare(self, plan: Plan, gemms: set[tuple[int, Returns]]) -> None:
         """Computes the schedules of GEMMs with so many columns whose rows return so, all at once."""
         ordered = sorted(gemms, key=lambda gemm: (gemm[1].local_first, gemm[0]))

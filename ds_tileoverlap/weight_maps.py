@@ -10,6 +10,14 @@ class WeightMaps:
 
     def __init__(self):
         self._tables: dict[tuple, tuple[list, torch.Tensor]] = {}
+        self._rooms: dict[tuple, torch.Tensor] = {}
+
+    def room(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """Zeros at first, and the same memory at every call: its tables are made once. Dtype and device of ``like``."""
+        key = (name, shape, like.dtype, like.device)
+        if key not in self._rooms:
+            self._rooms[key] = like.new_zeros(shape)
+        return self._rooms[key]
 
     def of(self, op, name: str, stack, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
         """The table of one projection on the device.

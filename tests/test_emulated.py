@@ -173,7 +173,12 @@ def flatten(module):
         parameter.data = piece.view_as(parameter)
 
 
-FORMS = {"mlp": lambda: mlp(H, 40, bias=False), "gated": lambda: Gated(H, 40)}
+FORMS = {
+    "mlp": lambda: mlp(H, 40, bias=False),
+    "mlp bias": lambda: mlp(H, 40),
+    "gated": lambda: Gated(H, 40),
+    "gated bias": lambda: Gated(H, 40, bias=True),
+}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +197,8 @@ FORMS = {"mlp": lambda: mlp(H, 40, bias=False), "gated": lambda: Gated(H, 40)}
             {"combine": "sums", "overlap_dispatch": False},
         ),
         (4, "gated", 3, torch.float16, True, {"combine": "sums"}),
+        (2, "mlp bias", 2, torch.bfloat16, False, {}),
+        (2, "gated bias", 3, torch.float16, True, {"combine": "rows"}),
         (4, "mlp", 4, torch.bfloat16, False, {"combine": "rows", "comm_sms": 2, "bands_per_segment": 1}),
         (8, "gated", 2, torch.float16, True, {}),
     ],
