@@ -120,9 +120,30 @@ __global__ void __launch_bounds__(SHARE_THREADS) share_counts(const __grid_const
     }
 }
 
+// Replaces the counts of blocks by what the blocks before them have, key by key.
+__device__ void accumulate_blocks(int* block_counts, int keys, int num_blocks) {
+    constexpr int AT_ONCE = 16;
+    for (int key = threadIdx.x; key < keys; key += blockDim.x) {
+        int before = 0;
+        for (int first = 0; first < num_blocks; first += AT_ONCE) {
+            int counts[AT_ONCE];
+            int* block = block_counts + static_cast<int64_t>(first) * keys + key;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) counts[i] = first + i < num_blocks ? block[i * keys] : 0;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (first + i < num_blocks) block[i * keys] = before;
+                before += counts[i];
+            }
+        }
+    }
+}
+
 // Runs while the host, which has the counts, goes on.
-__global__ void __launch_bounds__(SHARE_THREADS) find_places(const __grid_constant__ TileOverlapCount args) {
+__global__ void __launch_bounds__(SHARE_THREADS) find_places(const __grid_constant__ TileOverlapCount args,
+                                                             int num_blocks) {
     int row = args.num_experts + args.num_ranks + 1;
+    accumulate_blocks(args.block_counts, args.num_experts + args.num_ranks, num_blocks);
     for (int r = threadIdx.x; r < args.num_ranks; r += blockDim.x)
         args.targets[r] += args.counts[r * row + args.num_experts + args.rank] * (record_words(args.num_choices) / 4);
     find_bases(args.counts, args.num_experts, args.num_ranks, args.rank,
@@ -136,9 +157,7 @@ __global__ void __launch_bounds__(TOKENS) place_tokens(const __grid_constant__ T
     const Bases bases(const_cast<int*>(args.bases), experts, ranks);
     Marks marks = mark_routes(words, args.experts, args.num_tokens, args.num_choices, experts, ranks);
     for (int key = threadIdx.x; key < keys; key += blockDim.x) {
-        int count = 0;
-        for (int block = 0; block < blockIdx.x; block++)
-            count += args.block_counts[static_cast<int64_t>(block) * keys + key];
+        int count = args.block_counts[static_cast<int64_t>(blockIdx.x) * keys + key];
         for (int group = 0; group < GROUPS; group++) {
             before[group * keys + key] = count;
             count += __popc(marks.at(group, key));
@@ -255,7 +274,7 @@ extern "C" int tileoverlap_count(const TileOverlapCount* arguments, cudaStream_t
     int blocks = num_blocks(args.num_tokens), bytes = GROUPS * (args.num_experts + args.num_ranks) * 4;
     if (blocks) count_routes<<<blocks, TOKENS, bytes, stream>>>(args);
     share_counts<<<1, SHARE_THREADS, 0, stream>>>(args, blocks);
-    find_places<<<1, SHARE_THREADS, 0, stream>>>(args);
+    find_places<<<1, SHARE_THREADS, 0, stream>>>(args, blocks);
     return cudaGetLastError();
 }
 

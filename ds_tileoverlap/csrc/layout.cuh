@@ -16,7 +16,7 @@ struct TileOverlapCount {
     const int* experts;       // [T, k], -1 for a dropped route
     int num_tokens, num_choices, num_experts, num_ranks, rank;
     int word;                 // the last of this rank's counts: for the caller
-    int* block_counts;        // [blocks, E + W] routes to each expert and rows for each rank of every 256 tokens
+    int* block_counts;        // [blocks, E + W] routes to each expert and rows for each rank before every 256 tokens
     // Sharing: a row of E + W + 1 counts goes to every rank.
     int* const* peer_counts;  // [W] [2, W, stride] at each rank, halves in turn
     int stride;
@@ -36,7 +36,7 @@ struct TileOverlapCount {
 struct TileOverlapPlace {
     const int* experts;       // [T, k]
     const float* weights;     // [T, k]
-    const int* block_counts;  // as counted
+    const int* block_counts;  // of TileOverlapCount
     const int* bases;
     int num_tokens, num_choices, num_experts, num_ranks, rank;
     int returns_sums;         // what the slots are for
