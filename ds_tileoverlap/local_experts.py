@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class LocalExperts:
         others = [module for module in modules if type(module) is not nn.Linear]
         self._dicts = [vars(module) for module in others]
         self._dicts += [module._modules for module in (experts, *others)]
-        self._values = list(map(tuple, map(dict.values, self._dicts)))
+        self._copies = list(map(dict, self._dicts))
         self._linears = [vars(module) for module in linears]
         self._num_attributes = list(map(len, self._linears))
         self._hooks = [hooks for module in modules for hooks in hooks_of(module)]
@@ -52,6 +53,10 @@ class LocalExperts:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all experts, slot by slot of the form, as they were at the last look."""
         return self._parameters
+
+    def state(self) -> tuple[int, int]:
+        """As :func:`state_of` the parameters at the last look, which has just been."""
+        return _versions(self._parameters), sum(self._places[0])
 
     def down_shape(self) -> tuple[int, int]:
         """H and I of the down projection [H, I]."""
@@ -92,7 +97,7 @@ class LocalExperts:
         try:
             return (
                 # Identical objects are equal without a look inside.
-                list(map(tuple, map(dict.values, self._dicts))) == self._values
+                self._dicts == self._copies
                 and experts.training is self._training
                 and any(self._hooks) is self._hooked
                 and list(map(len, self._linears)) == self._num_attributes
@@ -114,7 +119,16 @@ class LocalExperts:
         return same
 
 
-_BIAS = operator.itemgetter("bias")
+_BIAS, _VERSION = operator.itemgetter("bias"), operator.attrgetter("_version")
+
+
+def state_of(parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Two numbers that change when any parameter is changed in place, or moved."""
+    return _versions(parameters), sum(map(torch.Tensor.data_ptr, parameters))
+
+
+def _versions(parameters: Sequence[torch.Tensor]) -> int:
+    return sum(map(_VERSION, parameters))
 
 
 def _places(parameters: list[nn.Parameter]) -> tuple[list[int], list[int]]:

@@ -71,10 +71,9 @@ def routed_experts(
     """As :func:`sequential.routed_experts`, for a Plan whose ranks all can overlap."""
     anchor = x.new_empty(0, requires_grad=torch.is_grad_enabled())
     dtype, parameters = sequential.compute_dtype(x), experts.parameters()
-    layout = experts.weight_layout(parameters, dtype)
     run = Run(group, config, experts.maps, plan, x.shape[1] * dtype.itemsize)
     return sequential.apply_without_look(
-        _OverlappedMLP, x, weights, anchor, layout, plan, dtype, stages, run, *parameters
+        _OverlappedMLP, x, weights, anchor, experts, plan, dtype, stages, run, *parameters
     )
 
 
@@ -83,10 +82,11 @@ class _OverlappedMLP(sequential.RoutedMLP):
 
     @staticmethod
     @without_autocast
-    def forward(ctx, x, weights, anchor, layout, plan, dtype, stages, run, *parameters):
+    def forward(ctx, x, weights, anchor, experts, plan, dtype, stages, run, *parameters):
         tokens = x.detach().to(dtype).contiguous()
-        stacks = expert_weights(layout, parameters, dtype)
-        form, overlaps_backward = layout.form, any(ctx.needs_input_grad) and run.overlaps_backward
+        stacks = expert_weights(experts.weight_layout(parameters, dtype), parameters, dtype)
+        form, needs_backward = experts.form, any(ctx.needs_input_grad)
+        overlaps_backward = needs_backward and run.overlaps_backward
         inputs = [Operand(f"input {i}", stack, transposed=False) for i, stack in enumerate(stacks.inputs)]
         down = Operand("down", stacks.down, transposed=False)
         gemms = {(operand.width, ARRIVALS) for operand in inputs} | {(down.width, plan.returns)}
@@ -104,10 +104,11 @@ class _OverlappedMLP(sequential.RoutedMLP):
             if form.down in stacks.biases:
                 pairs.append(_bias_pair(stacks.biases[form.down], plan, run, dtype))
         output = return_while_computed(pairs, plan, run, stages)
-        run_backward = partial(backward, run=run) if overlaps_backward else sequential.backward
-        sequential.RoutedMLP.keep(
-            ctx, x, weights, rows, plan, pre_activations, layout, stages, parameters, run_backward
-        )
+        if needs_backward:
+            run_backward = partial(backward, run=run) if overlaps_backward else sequential.backward
+            sequential.RoutedMLP.keep(
+                ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, run_backward
+            )
         return output
 
 

@@ -9,8 +9,6 @@ recomputed with the rows they index, so a row and its place never come from two 
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 from .combine import return_rows, return_rows_and_scalars, return_scalars
@@ -28,7 +26,7 @@ from .expert_gemm import (
 from .expert_weights import ExpertWeights, expert_weights, split_slots
 from .kernels import without_autocast
 from .layout import Plan
-from .local_experts import LocalExperts
+from .local_experts import LocalExperts, state_of
 from .stages import Stages
 
 
@@ -48,8 +46,7 @@ def routed_experts(
     anchor = x.new_empty(0, requires_grad=torch.is_grad_enabled())
     if experts.form is not None:
         dtype, parameters = compute_dtype(x), experts.parameters()
-        layout = experts.weight_layout(parameters, dtype)
-        return apply_without_look(RoutedMLP, x, weights, anchor, layout, plan, dtype, stages, None, *parameters)
+        return apply_without_look(RoutedMLP, x, weights, anchor, experts, plan, dtype, stages, None, *parameters)
     with stages("dispatch"):
         rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
     with stages("expert_gemm"):
@@ -81,7 +78,8 @@ class RoutedMLP(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx, x, weights, anchor, layout, plan, dtype, stages, run, *parameters):
+    def forward(ctx, x, weights, anchor, experts, plan, dtype, stages, run, *parameters):
+        layout = experts.weight_layout(parameters, dtype)
         with stages("dispatch"):
             rows = send_tokens(x, plan, "dispatch").to(dtype)
         with stages("expert_gemm"):
@@ -90,16 +88,18 @@ class RoutedMLP(torch.autograd.Function):
             outputs = mlp_output(hidden, plan.row_weights, stacks, plan)
         with stages("combine"):
             output = return_rows(outputs, plan, "combine")
-        RoutedMLP.keep(ctx, x, weights, rows, plan, pre_activations, layout, stages, parameters, backward)
+        if any(ctx.needs_input_grad):
+            RoutedMLP.keep(ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, backward)
         return output
 
     @staticmethod
-    def keep(ctx, x, weights, kept, plan, pre_activations, layout, stages, parameters, run_backward):
-        """Saves what backward needs: ``kept`` of the rows, and :func:`backward` or another function like it."""
-        ctx.run_backward, ctx.layout, ctx.plan, ctx.stages = run_backward, layout, plan.without_tensors(), stages
+    def keep(ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, run_backward):
+        """Saves what backward needs, which is :func:`backward` or another function like it."""
+        ctx.run_backward, ctx.plan, ctx.stages = run_backward, plan.without_tensors(), stages
+        ctx.layout = experts.weight_layout(parameters, rows.dtype)
         # Parameters are leaves that the graph keeps alive anyway; saving hundreds of them costs the host too much.
-        ctx.parameters, ctx.state = parameters, _state(parameters)
-        ctx.save_for_backward(x, weights, kept, *plan.tensors(), *pre_activations)
+        ctx.parameters, ctx.state = parameters, experts.state()
+        ctx.save_for_backward(x, weights, rows, *plan.tensors(), *pre_activations)
 
     @staticmethod
     @without_autocast
@@ -107,7 +107,7 @@ class RoutedMLP(torch.autograd.Function):
         x, weights, kept, *saved = ctx.saved_tensors
         plan, pre_activations = ctx.plan.with_tensors(saved[: Plan.NUM_TENSORS]), saved[Plan.NUM_TENSORS :]
         parameters, form, stages = ctx.parameters, ctx.layout.form, ctx.stages
-        if _state(parameters) != ctx.state:
+        if state_of(parameters) != ctx.state:
             raise RuntimeError(
                 "an expert parameter that the backward pass needs was changed or moved after the forward"
             )
@@ -165,14 +165,6 @@ def backward(
         del grad, hidden
         found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted)
     return grad_x, grad_weights, found
-
-
-def _state(parameters: tuple[torch.Tensor, ...]) -> tuple[int, int]:
-    """Two numbers that change when any parameter is changed in place, or moved."""
-    return sum(map(_VERSION, parameters)), sum(map(torch.Tensor.data_ptr, parameters))
-
-
-_VERSION = operator.attrgetter("_version")
 
 
 def _differentiable_backward(ctx, grad, x, weights, plan, parameters):
