@@ -35,9 +35,10 @@ def tile_rows(width: int, most: int = 256) -> int:
 class Kernel:
     """A ``@triton.jit`` function whose later launches skip what the first one found out.
 
-    Triton binds and inspects every argument of every launch, which takes longer than most of these kernels. What it
-    compiles depends on the arguments only through what :func:`_look` sees of them; the compiled kernel is launched
-    directly, as Triton's tutorials do it. Launched like the function itself: ``kernel[grid](*tensors, NAME=constant)``.
+    Triton binds and inspects every argument of every launch, which takes longer than most of these kernels. It compiles
+    for a tensor's dtype and alignment, and for integers that are one, a multiple of 16, or long; what it compiled is
+    launched directly, as Triton's tutorials do it. Constants are the last parameters of such a function, which is
+    launched like any other: ``kernel[grid](*tensors, NAME=constant)``.
     """
 
     def __init__(self, function):
@@ -48,29 +49,32 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
+        first = arguments[0]
         # All tensors of a launch lie on one device, the first argument among them.
-        key = (arguments[0].get_device(), *map(_look, arguments), *constants.values())
-        compiled = self._compiled.get(key)
-        if compiled is None:
+        key, values = [first.get_device(), *constants.values()], []
+        for value in arguments:
+            if isinstance(value, torch.Tensor):
+                key.append(value.dtype)
+                # Addresses, because Triton asks the driver about every tensor.
+                value = value.data_ptr()
+                key.append(value % 16 == 0)
+            elif type(value) is int:
+                key += value == 1, value % 16 == 0, value.bit_length() > 31
+            else:
+                key.append(type(value))
+            values.append(value)
+        found = self._compiled.get(key := tuple(key))
+        if found is None:
             compiled = self._function[grid](*arguments, **constants)
             # Triton's interpreter compiles nothing.
-            self._compiled[key] = compiled if hasattr(compiled, "function") else self._function
+            kernel = compiled if hasattr(compiled, "function") else None
+            self._compiled[key] = kernel, [constants[name] for name in self._names if name in constants]
             return
-        if compiled is self._function:
-            compiled[grid](*arguments, **constants)
-            return
-        rest = iter(arguments)
-        values = (constants[name] if name in constants else next(rest) for name in self._names)
-        compiled[(*grid, 1, 1)[:3]](*values)
-
-
-def _look(argument: object) -> object:
-    """What Triton specialises for: a tensor's dtype and alignment; ones, multiples of 16, widths of integers."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return argument == 1, argument % 16 == 0, argument.bit_length() > 31
-    return type(argument)
+        compiled, of_kernel = found
+        if compiled is None:
+            self._function[grid](*arguments, **constants)
+        else:
+            compiled[(*grid, 1, 1)[:3]](*values, *of_kernel, stream=raw_stream(first))
 
 
 def without_autocast(function: Callable) -> Callable:

@@ -268,11 +268,11 @@ def test_a_kernel_is_launched_as_compiled_until_an_argument_looks_otherwise():
         function = "a handle"
 
         def __getitem__(self, grid):
-            return lambda *values: launched.append((grid, values))
+            return lambda *values, stream: launched.append((grid, values))
 
     class Function:
         @staticmethod
-        def fn(x, n, WIDTH, y):
+        def fn(x, n, y, WIDTH):
             pass
 
         def __getitem__(self, grid):
@@ -281,7 +281,7 @@ def test_a_kernel_is_launched_as_compiled_until_an_argument_looks_otherwise():
     kernel, x, y = kernels.Kernel(Function()), torch.zeros(32), torch.zeros(1)
     kernel[(3,)](x, 5, y, WIDTH=4)
     kernel[(2,)](x, 7, y, WIDTH=4)
-    assert launched == ["function", ((2, 1, 1), (x, 7, 4, y))]
+    assert launched == ["function", ((2, 1, 1), (x.data_ptr(), 7, y.data_ptr(), 4))]
     for others in [(x[1:], 5, y), (x.half(), 5, y), (x, 1, y), (x, 16, y), (x, 2**31, y), (x, 5.0, y), (y, 5, x.int())]:
         launched.clear()
         kernel[(2,)](*others, WIDTH=4)
