@@ -15,7 +15,7 @@ import triton.language as tl
 from . import kernels
 from .activation import ACTIVATIONS, hidden_backward, weighted_hidden
 from .expert_form import ExpertForm
-from .expert_weights import ExpertWeights, split_slots
+from .expert_weights import ExpertWeights, by_expert
 from .layout import Plan
 
 # The matrices of all local experts: (first expert, end, view [n, N, K]) for each run.
@@ -189,7 +189,7 @@ def mlp_by_expert(
     rows: torch.Tensor, row_weights: torch.Tensor, form: ExpertForm, plan: Plan, parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """The experts' MLPs in plain differentiable PyTorch, one by one: the reference, and the double backward."""
-    by_slot = dict(zip(form.slots, split_slots(form, parameters)))
+    by_slot = by_expert(form, parameters)
 
     def linear(x, name, expert):
         bias = by_slot[name, "bias"][expert].to(x.dtype) if (name, "bias") in by_slot else None

@@ -27,7 +27,7 @@ class Run:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How the experts' matrices lie in memory.
+    """How the experts' matrices lie in memory; of stacked parameters that is nothing more than their form.
 
     Attributes:
         form: the experts' form.
@@ -38,10 +38,10 @@ class WeightLayout:
     """
 
     form: ExpertForm
-    joint: bool
-    up_first: bool
-    inputs: tuple[tuple[Run, ...], ...]
-    down: tuple[Run, ...]
+    joint: bool = False
+    up_first: bool = False
+    inputs: tuple[tuple[Run, ...], ...] = ()
+    down: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,11 @@ def expert_weights(layout: WeightLayout, parameters: Sequence[torch.Tensor], dty
         parameters: all local experts', slot by slot of the form.
     """
     form = layout.form
+    if are_stacked(parameters):
+        by_slot = dict(zip(form.slots, (parameter.detach().to(dtype) for parameter in parameters)))
+        stack = {name: [(0, len(by_slot[name, "weight"]), by_slot[name, "weight"])] for name in form.projections}
+        biases = {name: value for (name, kind), value in by_slot.items() if kind == "bias"}
+        return ExpertWeights(layout, [stack[name] for name in form.projections[:-1]], stack[form.down], biases)
     slots = split_slots(form, parameters)
     if parameters[0].dtype != dtype:
         slots = cast(slots, dtype)
@@ -85,6 +90,16 @@ def expert_weights(layout: WeightLayout, parameters: Sequence[torch.Tensor], dty
     inputs = [_views(w, runs, 2 if layout.joint else 1) for w, runs in zip(gate_and_up, layout.inputs)]
     biases = {name: torch.stack(list(slot)) for (name, kind), slot in by_slot.items() if kind == "bias"}
     return ExpertWeights(layout, inputs, _views(by_slot[form.down, "weight"], layout.down, 1), biases)
+
+
+def are_stacked(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether one parameter holds a projection's weights of all local experts, [E_local, N, K]."""
+    return parameters[0].dim() == 3
+
+
+def by_expert(form: ExpertForm, parameters: Sequence[torch.Tensor]) -> dict[tuple[str, str], Sequence[torch.Tensor]]:
+    """Slot -> the local experts' parameters, to be indexed by expert."""
+    return dict(zip(form.slots, parameters if are_stacked(parameters) else split_slots(form, parameters)))
 
 
 def split_slots(form: ExpertForm, parameters: Sequence[torch.Tensor]) -> Slots:

@@ -11,6 +11,7 @@ import torch
 from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
+from . import versions
 from .config import BLOCK, TileOverlapConfig, parse
 from .layer import MoE, TileMOELayer, adopt, refusal, release
 from .log import say
@@ -23,18 +24,26 @@ def initialize(*args: Any, **kwargs: Any):
     """``deepspeed.initialize``, which also runs the model's MoE layers on this package if ds_config says so.
 
     Same arguments and results. With a ``"tile_overlap"`` block whose ``enabled`` is true every
-    ``deepspeed.moe.layer.MoE`` of the model is converted in place; with ``enabled`` false each one runs as DeepSpeed
-    made it; without the block, layers built with :class:`ds_tileoverlap.MoE` run on this package, others do not.
+    ``deepspeed.moe.layer.MoE`` of the model, and every layer that DeepSpeed's AutoEP makes of a Hugging Face model, is
+    converted in place; with ``enabled`` false each one runs as DeepSpeed made it; without the block, layers built with
+    :class:`ds_tileoverlap.MoE` run on this package, others do not.
 
     Raises:
         ConfigError: the block is wrong; lists every fault.
         ValueError: a MoE layer is of a kind that cannot be converted; lists every such layer.
+        ImportError: AutoEP is asked for, with a version of transformers that this was not tested with.
     """
     call = inspect.signature(_deepspeed_initialize).bind(*args, **kwargs).arguments
     model, ds_config = call.get("model"), _ds_config(call)
-    if model is not None and ds_config is not None:
-        configure(model, ds_config)
-    return _deepspeed_initialize(*args, **kwargs)
+    if model is None or ds_config is None:
+        return _deepspeed_initialize(*args, **kwargs)
+    configure(model, ds_config)
+    if not _has_autoep(ds_config):
+        return _deepspeed_initialize(*args, **kwargs)
+    versions.check_transformers()
+    result = _deepspeed_initialize(*args, **kwargs)
+    configure_autoep(result[0].module, ds_config)
+    return result
 
 
 def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
@@ -58,14 +67,37 @@ def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
         for layer in layers.values():
             release(layer)
         return 0
-    reasons = [f"'{name}': {reason}" for name, layer in layers.items() if (reason := refusal(layer))]
-    if reasons:
-        raise ValueError("tile_overlap cannot run these MoE layers:\n  " + "\n  ".join(reasons))
+    _refuse({name: reason for name, layer in layers.items() if (reason := refusal(layer))})
     for name, layer in layers.items():
         adopt(layer, config, name)
     if layers:
         say(f"{len(layers)} MoE layers on backend {_chosen(config)}")
     return len(layers)
+
+
+def _has_autoep(ds_config: dict[str, Any]) -> bool:
+    """Whether layers that AutoEP makes shall run on this package."""
+    config, block = parse(ds_config), ds_config.get("expert_parallel")
+    return config is not None and config.enabled and isinstance(block, dict) and bool(block.get("enabled"))
+
+
+def configure_autoep(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
+    """As :func:`configure`, for the layers that DeepSpeed's AutoEP has put into ``model``."""
+    from . import autoep  # DeepSpeed's private modules, for those alone who use AutoEP
+
+    config, layers = parse(ds_config), autoep.autoep_layers(model)
+    _refuse({name: reason for name, layer in layers.items() if (reason := autoep.refusal(layer))})
+    for name, layer in layers.items():
+        autoep.adopt(layer, config, name)
+    if layers:
+        say(f"{len(layers)} AutoEP layers on backend {_chosen(config)}")
+    return len(layers)
+
+
+def _refuse(reasons: dict[str, str]) -> None:
+    if reasons:
+        lines = (f"'{name}': {reason}" for name, reason in reasons.items())
+        raise ValueError("tile_overlap cannot run these MoE layers:\n  " + "\n  ".join(lines))
 
 
 def install() -> None:

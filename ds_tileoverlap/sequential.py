@@ -23,7 +23,7 @@ from .expert_gemm import (
     mlp_output,
     run_modules,
 )
-from .expert_weights import ExpertWeights, expert_weights, split_slots
+from .expert_weights import ExpertWeights, are_stacked, expert_weights, split_slots
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts, state_of
@@ -121,8 +121,11 @@ class RoutedMLP(torch.autograd.Function):
 
         stacks = expert_weights(ctx.layout, parameters, kept.dtype)
         grad_x, grad_weights, found = ctx.run_backward(grad, x, kept, plan, pre_activations, stacks, wanted, stages)
-        nothing = [None] * len(plan.expert_counts)
-        of_parameters = [g for slot in form.slots for g in (found[slot] if slot in wanted else nothing)]
+        if are_stacked(parameters):
+            of_parameters = [found[slot] if slot in wanted else None for slot in form.slots]
+        else:
+            nothing = [None] * len(plan.expert_counts)
+            of_parameters = [g for slot in form.slots for g in (found[slot] if slot in wanted else nothing)]
         return grad_x, grad_weights, *[None] * (RoutedMLP.FIXED_INPUTS - 2), *of_parameters
 
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib import metadata
 
 # name -> (first tested version, first version known or suspected not to work; None where no limit is known)
 TESTED = {
@@ -9,6 +10,8 @@ TESTED = {
     "torch": ("2.11", None),
     "triton": ("3.6", None),
     "deepspeed": ("0.19.8", "0.20"),
+    # Only where DeepSpeed's AutoEP is used, which breaks with later ones.
+    "transformers": ("5.12", "5.23"),
 }
 
 
@@ -35,6 +38,15 @@ def untested(found: dict[str, str]) -> list[str]:
     return lines
 
 
+def check_transformers() -> None:
+    """As :func:`check`, for jobs that use AutoEP.
+
+    Raises:
+        ImportError: as of :func:`check`.
+    """
+    _refuse({"transformers": metadata.version("transformers")})
+
+
 def check() -> None:
     """Compares the installed versions with :data:`TESTED`.
 
@@ -51,5 +63,9 @@ def check() -> None:
         "triton": triton.__version__,
         "deepspeed": deepspeed.__version__,
     }
+    _refuse(found)
+
+
+def _refuse(found: dict[str, str]) -> None:
     if lines := untested(found):
         raise ImportError("ds_tileoverlap cannot run with the installed versions:\n  " + "\n  ".join(lines))

@@ -1,0 +1,91 @@
+"""DeepSpeed's AutoEP layers on this package: Hugging Face MoE models that ``"expert_parallel"`` has converted.
+
+Router, parameters, checkpoints, shared experts and the form of the output stay AutoEP's; what is replaced is the way of
+a token to its experts and back.
+"""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, RouterOutput
+from deepspeed.moe.ep_experts import GroupedExperts
+from torch import nn
+
+from .config import TileOverlapConfig
+from .expert_form import hooks_of
+from .layer import LayerRuntime
+from .route import Routes
+from .stacked_experts import ACTIVATION_OF, StackedExperts
+from .stages import Stages
+
+
+class TileAutoEPMoELayer(AutoEPMoELayer):
+    """``AutoEPMoELayer`` with this package's stages; an existing instance becomes one through :func:`adopt`."""
+
+    tile_overlap: AutoEPRuntime
+    # DeepSpeed's native layers have it; AutoEP's have no timers.
+    wall_clock_breakdown = False
+
+    def _forward(self, hidden_states: torch.Tensor):
+        run = self.tile_overlap
+        if not run.can_run(self.experts):
+            return super()._forward(hidden_states)
+        hidden_size = hidden_states.shape[-1]
+        x = hidden_states.reshape(-1, hidden_size)
+        experts, peers = run.experts(self.experts), run.peers(self.ep_group, x.device)
+        stages = Stages(self)
+        with stages("route"):
+            routed = RouterOutput(*self.router(x, self.expert_bias))
+            with torch.no_grad():
+                self.tokens_per_expert.add_(routed.num_tokens_per_expert)
+            routes = Routes(routed.selected_experts.int(), routed.top_scores.float(), None, None)
+        can_overlap = run.can_overlap(x, experts, peers, self.num_experts, self.top_k)
+        with stages("layout"):
+            plan = run.layout(x, routes, self.num_experts, peers, can_overlap)
+        output = run.routed_experts(x, routes, experts, plan, stages)
+        return self._finalize_output(output.reshape(hidden_states.shape), x, hidden_states, hidden_size)
+
+
+class AutoEPRuntime(LayerRuntime):
+    """As :class:`LayerRuntime`, for experts whose weights are stacked."""
+
+    def can_run(self, experts: nn.Module) -> bool:
+        """Whether the experts are still what AutoEP made; whatever wraps or hooks them has to see their inputs."""
+        return type(experts) is GroupedExperts and not any(hooks_of(experts)) and "forward" not in vars(experts)
+
+    def experts(self, experts: GroupedExperts) -> StackedExperts:
+        if self._experts is None or not self._experts.are_current(experts):
+            self._experts = StackedExperts(experts)
+        return self._experts
+
+    def __deepcopy__(self, memo: dict) -> AutoEPRuntime:
+        return AutoEPRuntime(self.config, self.name)
+
+
+def refusal(layer: AutoEPMoELayer) -> str | None:
+    """Why the layer stays AutoEP's; ``None`` where it can be converted."""
+    if type(layer) not in (AutoEPMoELayer, TileAutoEPMoELayer):
+        return f"it is a {type(layer).__qualname__}, not a {AutoEPMoELayer.__qualname__}"
+    if layer.score_apply != "post":
+        return "it weights rows before its experts (score_apply: 'pre'), which does not commute with them"
+    if layer.comm_backend == DEEPEP_BACKEND:
+        return f"it exchanges rows through DeepEP (comm_backend: '{DEEPEP_BACKEND}')"
+    if layer.folding_group_handles is not None and layer.folding_group_handles.spec.tp_size > 1:
+        return "its expert parallelism is folded into tensor parallelism"
+    if layer.experts.activation not in ACTIVATION_OF:
+        known = ", ".join(map(repr, ACTIVATION_OF))
+        return f"its experts' activation is '{layer.experts.activation}', not one of {known}"
+    if any(hasattr(parameter, "ds_id") for parameter in layer.experts.parameters()):
+        return "ZeRO-3 partitions its experts"
+    return None
+
+
+def autoep_layers(model: nn.Module) -> dict[str, AutoEPMoELayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
+
+
+def adopt(layer: AutoEPMoELayer, config: TileOverlapConfig, name: str) -> None:
+    """Makes an AutoEP layer run on this package, in place: same modules, parameters, names and groups."""
+    layer.__class__ = TileAutoEPMoELayer
+    layer.tile_overlap = AutoEPRuntime(config, name)

@@ -1,0 +1,54 @@
+"""Local experts whose weights are stacked, one parameter for each projection, as DeepSpeed's AutoEP has them."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.moe.ep_experts import GroupedExperts
+from torch import nn
+
+from .expert_form import ExpertForm
+from .expert_weights import WeightLayout
+from .local_experts import state_of
+from .weight_maps import WeightMaps
+
+# AutoEP's name of an activation -> ours, where it is act(gate) * up.
+ACTIVATION_OF = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
+
+
+class StackedExperts:
+    """What the stages need of :class:`~ds_tileoverlap.local_experts.LocalExperts`, from stacked weights.
+
+    Attributes:
+        modules: ``None``: an expert is no module of its own.
+        form: gate, up and down are the parameters w1, w3 and w2, [E_local, I, H], [E_local, I, H], [E_local, H, I].
+        maps: the tables through which the overlap backend reads them.
+    """
+
+    def __init__(self, experts: GroupedExperts):
+        self.form = ExpertForm(ACTIVATION_OF[experts.activation], "w1", "w3", "w2", (False, False, False))
+        self.modules, self.maps = None, WeightMaps()
+        self._parameters = self._of(experts)
+
+    def _of(self, experts: GroupedExperts) -> list[nn.Parameter]:
+        return [getattr(experts, name) for name in self.form.projections]
+
+    def are_current(self, experts: GroupedExperts) -> bool:
+        """Takes the parameters that the module has now; whether it still computes the same."""
+        self._parameters = self._of(experts)
+        return ACTIVATION_OF.get(experts.activation) == self.form.act
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def state(self) -> tuple[int, int]:
+        return state_of(self._parameters)
+
+    def down_shape(self) -> tuple[int, int]:
+        """H and I."""
+        return tuple(self._parameters[-1].shape[1:])
+
+    def weight_layout(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> WeightLayout:
+        return WeightLayout(self.form)
+
+    def are_aligned(self, dtype: torch.dtype) -> bool:
+        return all(p.dtype != dtype or (p.data_ptr() % 16 == 0 and p.is_contiguous()) for p in self._parameters)

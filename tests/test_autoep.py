@@ -1,0 +1,157 @@
+"""Hugging Face models through DeepSpeed's AutoEP: with our stages they compute and train as without them."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm
+
+from ds_tileoverlap import versions
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = dict(
+    hidden_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=24, max_position_embeddings=64,
+)  # fmt: skip
+STEPS = 10
+
+
+def mixtral():
+    config = transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **SMALL)
+    return "mixtral", transformers.MixtralForCausalLM(config)
+
+
+def qwen3_moe():
+    config = transformers.Qwen3MoeConfig(
+        num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[], head_dim=8, **SMALL,
+    )  # fmt: skip
+    return "qwen3_moe", transformers.Qwen3MoeForCausalLM(config)
+
+
+def deepseek_v3():
+    heads = {"num_key_value_heads": SMALL["num_attention_heads"]}
+    config = transformers.DeepseekV3Config(
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1, n_group=2,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=8, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, **{**SMALL, **heads},
+    )  # fmt: skip
+    return "deepseek_v3", transformers.DeepseekV3ForCausalLM(config)
+
+
+FAMILIES = {f.__name__: f for f in (mixtral, qwen3_moe, deepseek_v3)}
+
+
+def model_of(family):
+    """The family's tiny model, the same on every call and rank."""
+    torch.manual_seed(0)
+    preset, model = FAMILIES[family]()
+    return preset, model.float()
+
+
+def batch(step):
+    rank = comm.get_rank()
+    return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def engine_of(family, ep_size, backend, zero=0, **config):
+    preset, model = model_of(family)
+    block = {"tile_overlap": {"enabled": True, "backend": backend}} if backend else {}
+    return deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": zero},
+            "expert_parallel": {"enabled": True, "autoep_size": ep_size, "preset_model": preset},
+            "steps_per_print": 10**9,
+            **block,
+            **config,
+        },
+    )[0]
+
+
+def _train(family, ep_size, backend, zero):
+    engine = engine_of(family, ep_size, backend, zero)
+    kinds = {type(m).__name__ for m in engine.module.modules() if hasattr(m, "_is_autoep_layer")}
+    assert kinds == {"TileAutoEPMoELayer" if backend else "AutoEPMoELayer"}
+    logits, losses = engine.module(batch(0)).logits.detach(), []
+    for step in range(STEPS):
+        ids = batch(step)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return logits, losses, weights
+
+
+def _same(family, ep_size, backend, zero):
+    plain = model_of(family)[1](batch(0)).logits.detach()
+    logits, losses, expected = _train(family, ep_size, None, zero)
+    got_logits, got_losses, got = _train(family, ep_size, backend, zero)
+    assert (got_logits - plain).abs().max() < 1e-4 and (logits - plain).abs().max() < 1e-4
+    assert got_losses == pytest.approx(losses, rel=1e-5)
+    start = dict(model_of(family)[1].named_parameters())
+    for name, value in expected.items():
+        assert (got[name] - value).abs().max() <= 2e-6 + 1e-4 * value.abs().max(), name
+        if name in start and start[name].shape == value.shape and "experts" not in name:
+            assert start[name].numel() < 2 or not torch.equal(start[name], value), f"{name} does not train"
+
+
+@pytest.mark.parametrize("backend", ["sequential", "reference"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_as_autoep_does(two_ranks, family, ep_size, backend):
+    two_ranks(_same, family, ep_size, backend, 0)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_under_zero(two_ranks, zero):
+    two_ranks(_same, "qwen3_moe", 2, "auto", zero)
+
+
+def _refused(change, message):
+    with pytest.raises((ValueError, ImportError), match=message):
+        with pytest.MonkeyPatch.context() as patch:
+            change(patch)
+            engine_of("mixtral", 1, "auto")
+
+
+def _other_version(patch):
+    patch.setattr(versions.metadata, "version", lambda name: "5.23.1")
+
+
+def _other_activation(patch):
+    from deepspeed.moe.ep_experts import GroupedExperts
+
+    init = GroupedExperts.__init__
+    patch.setattr(GroupedExperts, "__init__", lambda self, **kw: init(self, **{**kw, "activation": "swiglu_oai"}))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (_other_version, r"transformers: got 5.23.1, expected >=5.12,<5.23"),
+        (_other_activation, r"'model.layers.0.mlp': its experts' activation is 'swiglu_oai', not one of 'swiglu'"),
+    ],
+    ids=["version", "activation"],
+)
+def test_what_cannot_run_is_refused(two_ranks, change, message):
+    two_ranks(_refused, change, message)
+
+
+def _hooked():
+    engine = engine_of("qwen3_moe", 2, "auto")
+    layer = next(m for m in engine.module.modules() if type(m).__name__ == "TileAutoEPMoELayer")
+    seen = []
+    with torch.no_grad():
+        expected = engine.module(batch(0)).logits
+        layer.experts.register_forward_hook(lambda *_: seen.append(1))
+        got = engine.module(batch(0)).logits
+    assert seen and torch.allclose(got, expected, atol=1e-5)
+
+
+def test_a_hook_on_the_experts_sees_their_inputs(two_ranks):
+    two_ranks(_hooked)
