@@ -4,17 +4,21 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from deepspeed.moe.ep_experts import GroupedExperts
 from emulated_op import build
 from models import Gated, fill, mlp, ours, stock, tokens
 from test_gpu import relative_errors
 
-from ds_tileoverlap import buffer, layout, overlap_group, route, schedule, sequential, symmetric_layout
+from ds_tileoverlap import buffer, layout, overlap, overlap_group, route, schedule, sequential, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig
 from ds_tileoverlap.exchange import PeerError, Peers
+from ds_tileoverlap.stacked_experts import StackedExperts
 
 H, E = 64, 8
 ERRORS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -436,3 +440,59 @@ def test_memory_is_what_the_formulas_say(op, monkeypatch):
                     if needed * 2 * H > room[name]:
                         room[name] = max(needed * 2 * H, min(int(needed * 2 * H * 1.25), most[name] * 2 * H))
             assert all(room[name] <= capacities[name] < room[name] + 16 for name in room), (room, capacities)
+
+
+def _stacked(rank, group, peers, weights):
+    """The routed part of one rank with AutoEP's experts: inputs, output and gradients."""
+    local, inner = E // peers.size, weights["w1"].shape[1]
+    mine = GroupedExperts(H, inner, local, use_grouped_mm=False)
+    for name, parameter in mine.named_parameters():
+        parameter.data = weights[name][rank * local : (rank + 1) * local].clone()
+    routes = random_routes(rank, 50 + 20 * rank, 2, E)
+    x = tokens(rank, len(routes.experts), hidden=H, dtype=torch.float16).requires_grad_()
+    routes.weights.requires_grad_()
+    config = TileOverlapConfig(enabled=True)
+    plan = symmetric_layout.layout(routes, E, peers, group, config, 2 * H, True)
+    stacked, stages = StackedExperts(mine), lambda name: nullcontext()
+    assert overlap.refusal(stacked, torch.float16, E, 2, group.op) is None
+    y = overlap.routed_experts(x, routes.weights, stacked, plan, stages, group, config)
+    y.sum().backward()
+    grads = {name: p.grad for name, p in mine.named_parameters()}
+    return {
+        "x": x.detach(),
+        "routes": routes,
+        "y": y.detach(),
+        "x.grad": x.grad,
+        "w.grad": routes.weights.grad,
+        **grads,
+    }
+
+
+def test_stacked_experts(op):
+    """As AutoEP has them: one parameter for each projection, whose gradient comes as one tensor."""
+    size, inner = 2, 40
+    shapes = {"w1": (E, inner, H), "w2": (E, H, inner), "w3": (E, inner, H)}
+    weights = {
+        name: tokens(i, *shape[:-1], hidden=shape[-1]).half() / 8 for i, (name, shape) in enumerate(shapes.items())
+    }
+    results = ThreadPools(size, op).run(_stacked, weights)
+    exact = {name: w.double().requires_grad_() for name, w in weights.items()}
+    total = 0.0
+    for result in results:
+        x, w = result["x"].double().requires_grad_(), result["routes"].weights.detach().double().requires_grad_()
+        y = torch.zeros(len(x), H, dtype=torch.float64)
+        for choice in range(2):
+            for expert in range(E):
+                chosen = (result["routes"].experts[:, choice] == expert).nonzero().squeeze(1)
+                hidden = F.silu(x[chosen] @ exact["w1"][expert].t()) * (x[chosen] @ exact["w3"][expert].t())
+                y = y.index_add(0, chosen, w[chosen, choice, None] * (hidden @ exact["w2"][expert].t()))
+        x_grad, w_grad = torch.autograd.grad(y.sum(), (x, w), retain_graph=True)
+        total = total + y.sum()
+        errors = relative_errors(result, {"y": y.detach(), "x.grad": x_grad, "w.grad": w_grad})
+        assert max(errors.values()) <= ERRORS[torch.float16], errors
+    total.backward()
+    local = E // size
+    for rank, result in enumerate(results):
+        mine = slice(rank * local, (rank + 1) * local)
+        errors = relative_errors(result, {name: w.grad[mine] for name, w in exact.items()})
+        assert max(errors.values()) <= ERRORS[torch.float16], errors
