@@ -85,7 +85,7 @@ class _OverlappedMLP(sequential.RoutedMLP):
     def forward(ctx, x, weights, anchor, experts, plan, dtype, stages, run, *parameters):
         tokens = x.detach().to(dtype).contiguous()
         stacks = expert_weights(experts.weight_layout(parameters, dtype), parameters, dtype)
-        form, needs_backward = experts.form, any(ctx.needs_input_grad)
+        form, needs_backward = experts.form, anchor.requires_grad
         overlaps_backward = needs_backward and run.overlaps_backward
         inputs = [Operand(f"input {i}", stack, transposed=False) for i, stack in enumerate(stacks.inputs)]
         down = Operand("down", stacks.down, transposed=False)

@@ -88,7 +88,8 @@ class RoutedMLP(torch.autograd.Function):
             outputs = mlp_output(hidden, plan.row_weights, stacks, plan)
         with stages("combine"):
             output = return_rows(outputs, plan, "combine")
-        if any(ctx.needs_input_grad):
+        # Parameters claim to need gradients even where none are computed; the anchor knows.
+        if anchor.requires_grad:
             RoutedMLP.keep(ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, backward)
         return output
 
