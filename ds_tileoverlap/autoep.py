@@ -6,6 +6,8 @@ a token to its experts and back.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, RouterOutput
@@ -18,6 +20,26 @@ from .layer import LayerRuntime
 from .route import Routes
 from .stacked_experts import ACTIVATION_OF, StackedExperts
 from .stages import Stages
+
+# Model type -> keys of "expert_parallel" that AutoEP does not find out by itself, from the model's configuration.
+MISSING_KEYS = {
+    "olmoe": lambda config: {
+        "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
+        "num_experts_attr": "num_experts",
+        "route_norm": config.norm_topk_prob,
+    },
+    "qwen2_moe": lambda config: {"route_norm": config.norm_topk_prob},
+    "qwen3_moe": lambda config: {"route_norm": config.norm_topk_prob},
+}
+
+
+def completed(ds_config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """``ds_config`` with what AutoEP has to be told about this model; a key that is there already stays as it is."""
+    config = getattr(model, "config", None)
+    keys_of = MISSING_KEYS.get(getattr(config, "model_type", None))
+    if keys_of is None:
+        return ds_config
+    return {**ds_config, "expert_parallel": {**keys_of(config), **ds_config["expert_parallel"]}}
 
 
 class TileAutoEPMoELayer(AutoEPMoELayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from typing import Any
@@ -41,7 +42,9 @@ def initialize(*args: Any, **kwargs: Any):
     if not _has_autoep(ds_config):
         return _deepspeed_initialize(*args, **kwargs)
     versions.check_transformers()
-    result = _deepspeed_initialize(*args, **kwargs)
+    from . import autoep  # DeepSpeed's private modules, for those alone who use AutoEP
+
+    result = _deepspeed_initialize(**_with_config(call, autoep.completed(ds_config, model)))
     configure_autoep(result[0].module, ds_config)
     return result
 
@@ -83,7 +86,7 @@ def _has_autoep(ds_config: dict[str, Any]) -> bool:
 
 def configure_autoep(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
     """As :func:`configure`, for the layers that DeepSpeed's AutoEP has put into ``model``."""
-    from . import autoep  # DeepSpeed's private modules, for those alone who use AutoEP
+    from . import autoep
 
     config, layers = parse(ds_config), autoep.autoep_layers(model)
     _refuse({name: reason for name, layer in layers.items() if (reason := autoep.refusal(layer))})
@@ -109,6 +112,16 @@ def _chosen(config: TileOverlapConfig) -> str:
     if config.backend == "auto":
         return "'auto' (overlap where the expert-parallel group can, elsewhere sequential)"
     return f"'{config.backend}' (as configured)"
+
+
+def _with_config(call: dict[str, Any], ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The call with another configuration, wherever the first one stood."""
+    call = {**call, "config": ds_config}
+    call.pop("config_params", None)
+    if getattr(call.get("args"), "deepspeed_config", None) is not None:
+        call["args"] = copy.copy(call["args"])
+        call["args"].deepspeed_config = None
+    return call
 
 
 def _ds_config(call: dict[str, Any]) -> dict[str, Any] | None:

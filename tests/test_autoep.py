@@ -1,5 +1,9 @@
 """Hugging Face models through DeepSpeed's AutoEP: with our stages they compute and train as without them."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import deepspeed
 import pytest
 import torch
@@ -29,6 +33,28 @@ def qwen3_moe():
     return "qwen3_moe", transformers.Qwen3MoeForCausalLM(config)
 
 
+def qwen2_moe():
+    config = transformers.Qwen2MoeConfig(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24,
+        decoder_sparse_step=1, mlp_only_layers=[], **SMALL,
+    )  # fmt: skip
+    return "qwen3_moe", transformers.Qwen2MoeForCausalLM(config)
+
+
+def olmoe():
+    config = transformers.OlmoeConfig(num_experts=8, num_experts_per_tok=2, **SMALL)
+    return None, transformers.OlmoeForCausalLM(config)
+
+
+# Keys that AutoEP needs for a family; ours fills them in.
+KEYS = {
+    "qwen2_moe": {"route_norm": False},
+    "olmoe": {
+        "moe_layer_pattern": r"model\.layers\.\d+\.mlp", "num_experts_attr": "num_experts", "route_norm": False
+    },
+}  # fmt: skip
+
+
 def deepseek_v3():
     heads = {"num_key_value_heads": SMALL["num_attention_heads"]}
     config = transformers.DeepseekV3Config(
@@ -39,7 +65,7 @@ def deepseek_v3():
     return "deepseek_v3", transformers.DeepseekV3ForCausalLM(config)
 
 
-FAMILIES = {f.__name__: f for f in (mixtral, qwen3_moe, deepseek_v3)}
+FAMILIES = {f.__name__: f for f in (mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v3)}
 
 
 def model_of(family):
@@ -54,22 +80,29 @@ def batch(step):
     return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def engine_of(family, ep_size, backend, zero=0, **config):
+def engine_of(family, ep_size, backend, zero=0, file=None):
+    """An engine whose config is given as a dict, or as ``file`` that the arguments name."""
     preset, model = model_of(family)
     block = {"tile_overlap": {"enabled": True, "backend": backend}} if backend else {}
-    return deepspeed.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": zero},
-            "expert_parallel": {"enabled": True, "autoep_size": ep_size, "preset_model": preset},
-            "steps_per_print": 10**9,
-            **block,
-            **config,
-        },
-    )[0]
+    keys = {} if backend else KEYS.get(family, {})
+    keys = {**keys, "preset_model": preset} if preset else keys
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": zero},
+        "expert_parallel": {"enabled": True, "autoep_size": ep_size, **keys},
+        "steps_per_print": 10**9,
+        **block,
+    }
+    if file is None:
+        return deepspeed.initialize(model=model, config=config)[0]
+    file = f"{file}{comm.get_rank()}.json"
+    Path(file).write_text(json.dumps(config))
+    arguments = SimpleNamespace(deepspeed_config=file)
+    engine = deepspeed.initialize(arguments, model)[0]
+    assert arguments.deepspeed_config == file
+    return engine
 
 
 def _train(family, ep_size, backend, zero):
@@ -155,3 +188,13 @@ def _hooked():
 
 def test_a_hook_on_the_experts_sees_their_inputs(two_ranks):
     two_ranks(_hooked)
+
+
+def _from_a_file(folder):
+    engine = engine_of("olmoe", 2, "auto", file=f"{folder}/config")
+    plain = model_of("olmoe")[1](batch(0)).logits.detach()
+    assert (engine.module(batch(0)).logits.detach() - plain).abs().max() < 1e-4
+
+
+def test_the_config_may_be_a_file_that_the_arguments_name(two_ranks, tmp_path):
+    two_ranks(_from_a_file, str(tmp_path))
