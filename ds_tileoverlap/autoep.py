@@ -62,10 +62,7 @@ class TileAutoEPMoELayer(AutoEPMoELayer):
             with torch.no_grad():
                 self.tokens_per_expert.add_(routed.num_tokens_per_expert)
             routes = Routes(routed.selected_experts.int(), routed.top_scores.float(), None, None)
-        can_overlap = run.can_overlap(x, experts, peers, self.num_experts, self.top_k)
-        with stages("layout"):
-            plan = run.layout(x, routes, self.num_experts, peers, can_overlap)
-        output = run.routed_experts(x, routes, experts, plan, stages)
+        output = run.routed_experts(x, routes, experts, peers, self.num_experts, stages)
         return self._finalize_output(output.reshape(hidden_states.shape), x, hidden_states, hidden_size)
 
 
@@ -80,9 +77,6 @@ class AutoEPRuntime(LayerRuntime):
         if self._experts is None or not self._experts.are_current(experts):
             self._experts = StackedExperts(experts)
         return self._experts
-
-    def __deepcopy__(self, memo: dict) -> AutoEPRuntime:
-        return AutoEPRuntime(self.config, self.name)
 
 
 def refusal(layer: AutoEPMoELayer) -> str | None:

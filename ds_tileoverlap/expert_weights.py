@@ -76,7 +76,7 @@ def expert_weights(layout: WeightLayout, parameters: Sequence[torch.Tensor], dty
     """
     form = layout.form
     if are_stacked(parameters):
-        by_slot = dict(zip(form.slots, (parameter.detach().to(dtype) for parameter in parameters)))
+        by_slot = by_expert(form, [parameter.detach().to(dtype) for parameter in parameters])
         stack = {name: [(0, len(by_slot[name, "weight"]), by_slot[name, "weight"])] for name in form.projections}
         biases = {name: value for (name, kind), value in by_slot.items() if kind == "bias"}
         return ExpertWeights(layout, [stack[name] for name in form.projections[:-1]], stack[form.down], biases)

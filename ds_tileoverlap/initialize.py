@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -45,7 +46,7 @@ def initialize(*args: Any, **kwargs: Any):
     from . import autoep  # DeepSpeed's private modules, for those alone who use AutoEP
 
     result = _deepspeed_initialize(**_with_config(call, autoep.completed(ds_config, model)))
-    configure_autoep(result[0].module, ds_config)
+    _convert(autoep.autoep_layers(result[0].module), parse(ds_config), autoep.refusal, autoep.adopt, "AutoEP")
     return result
 
 
@@ -70,11 +71,7 @@ def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
         for layer in layers.values():
             release(layer)
         return 0
-    _refuse({name: reason for name, layer in layers.items() if (reason := refusal(layer))})
-    for name, layer in layers.items():
-        adopt(layer, config, name)
-    if layers:
-        say(f"{len(layers)} MoE layers on backend {_chosen(config)}")
+    _convert(layers, config, refusal, adopt, "MoE")
     return len(layers)
 
 
@@ -84,23 +81,15 @@ def _has_autoep(ds_config: dict[str, Any]) -> bool:
     return config is not None and config.enabled and isinstance(block, dict) and bool(block.get("enabled"))
 
 
-def configure_autoep(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
-    """As :func:`configure`, for the layers that DeepSpeed's AutoEP has put into ``model``."""
-    from . import autoep
-
-    config, layers = parse(ds_config), autoep.autoep_layers(model)
-    _refuse({name: reason for name, layer in layers.items() if (reason := autoep.refusal(layer))})
-    for name, layer in layers.items():
-        autoep.adopt(layer, config, name)
-    if layers:
-        say(f"{len(layers)} AutoEP layers on backend {_chosen(config)}")
-    return len(layers)
-
-
-def _refuse(reasons: dict[str, str]) -> None:
+def _convert(layers: dict[str, Any], config: TileOverlapConfig, refusal: Callable, adopt: Callable, kind: str) -> None:
+    """Converts all of the layers, by name, or none where any of them is refused."""
+    reasons = [f"'{name}': {reason}" for name, layer in layers.items() if (reason := refusal(layer))]
     if reasons:
-        lines = (f"'{name}': {reason}" for name, reason in reasons.items())
-        raise ValueError("tile_overlap cannot run these MoE layers:\n  " + "\n  ".join(lines))
+        raise ValueError("tile_overlap cannot run these MoE layers:\n  " + "\n  ".join(reasons))
+    for name, layer in layers.items():
+        adopt(layer, config, name)
+    if layers:
+        say(f"{len(layers)} {kind} layers on backend {_chosen(config)}")
 
 
 def install() -> None:

@@ -88,7 +88,6 @@ class TileMOELayer(MOELayer):
         experts = run.experts(self.experts.deepspeed_experts)
         peers = run.peers(self.ep_group, x.device)
         _check_dtype(x, experts, run.name)
-        can_overlap = run.can_overlap(x, experts, peers, self.ep_size * self.num_local_experts, self.gate.k)
 
         stages = Stages(self)
         with stages("moe"):
@@ -96,9 +95,7 @@ class TileMOELayer(MOELayer):
                 routes = route(x, self.gate, used_token)
             self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
             x, routes, num_tokens = _own_share(x, routes)
-            with stages("layout"):
-                plan = run.layout(x, routes, self.ep_size * self.num_local_experts, peers, can_overlap)
-            output = run.routed_experts(x, routes, experts, plan, stages)
+            output = run.routed_experts(x, routes, experts, peers, self.ep_size * self.num_local_experts, stages)
             output = _all_shares(output, num_tokens)
         return output.reshape(hidden_states.shape)
 
@@ -124,14 +121,12 @@ class LayerRuntime:
         config: the options of the ``tile_overlap`` block.
         name: the layer's name in the model.
         backend: the one that ran the last forward; before the first, what the config says.
-        wants_overlap: whether that shall be overlap where the group can.
     """
 
     def __init__(self, config: TileOverlapConfig, name: str):
         self.config = config
         self.name = name
         self.backend: str = config.backend
-        self.wants_overlap = config.backend in ("auto", "overlap")
         self._experts: LocalExperts | None = None
         self._peers: Peers | None = None
         self._reason: str | None = None
@@ -148,27 +143,12 @@ class LayerRuntime:
             self._peers = peers_of(group, device, self.config.timeout_s, self.name)
         return self._peers
 
-    def can_overlap(self, x: torch.Tensor, experts: LocalExperts, peers: Peers, num_experts: int, top_k: int) -> bool:
-        """Whether this rank can run the overlap backend now. What all of them do is decided by the exchanged counts."""
-        if not self.wants_overlap:
-            return False
-        group = overlap_group.group_of(peers, x.device)
-        if group.op is None:
-            return False
-        self._reason = overlap.refusal(experts, sequential.compute_dtype(x), num_experts, top_k, group.op)
-        return self._reason is None
-
-    def layout(self, x: torch.Tensor, routes: Routes, num_experts: int, peers: Peers, can_overlap: bool) -> Plan:
-        """The stage layout, through symmetric memory where the group has it."""
-        if self.wants_overlap and (group := overlap_group.group_of(peers, x.device)).op:
-            row_bytes = x.shape[1] * sequential.compute_dtype(x).itemsize
-            return symmetric_layout.layout(routes, num_experts, peers, group, self.config, row_bytes, can_overlap)
-        return layout(routes, num_experts, peers, can_overlap)
-
     def routed_experts(
-        self, x: torch.Tensor, routes: Routes, experts: LocalExperts, plan: Plan, stages: Stages
+        self, x: torch.Tensor, routes: Routes, experts: LocalExperts, peers: Peers, num_experts: int, stages: Stages
     ) -> torch.Tensor:
-        """The stages from dispatch to combine, on the backend that the whole group can run."""
+        """The stages from layout to combine: tokens [T, H] -> [T, H], on the backend that the whole group can run."""
+        with stages("layout"):
+            plan = self._layout(x, routes, experts, peers, num_experts)
         if self.config.backend == "reference":
             self.backend = "reference"
             return reference.routed_experts(x, routes.weights, experts, plan, stages)
@@ -181,8 +161,22 @@ class LayerRuntime:
             return overlap.routed_experts(x, routes.weights, experts, plan, stages, group, self.config)
         return sequential.routed_experts(x, routes.weights, experts, plan, stages)
 
+    def _layout(self, x: torch.Tensor, routes: Routes, experts: LocalExperts, peers: Peers, num_experts: int) -> Plan:
+        """The stage layout, through symmetric memory where the group has it.
+
+        Whether this rank can overlap now goes with the counts; what all of them do follows from what all of them say.
+        """
+        wants_overlap = self.config.backend in ("auto", "overlap")
+        group = overlap_group.group_of(peers, x.device) if wants_overlap else None
+        if group is None or group.op is None:
+            return layout(routes, num_experts, peers)
+        dtype, top_k = sequential.compute_dtype(x), routes.experts.shape[1]
+        self._reason = overlap.refusal(experts, dtype, num_experts, top_k, group.op)
+        row_bytes, can_overlap = x.shape[1] * dtype.itemsize, self._reason is None
+        return symmetric_layout.layout(routes, num_experts, peers, group, self.config, row_bytes, can_overlap)
+
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
-        return LayerRuntime(self.config, self.name)
+        return type(self)(self.config, self.name)
 
 
 def refusal(moe: deepspeed_layer.MoE) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .expert_form import common_form, hooks_of
-from .expert_weights import WeightLayout, cast, find_layout, split_slots
+from .expert_weights import WeightLayout, by_expert, cast, find_layout, split_slots
 from .weight_maps import WeightMaps
 
 
@@ -83,7 +83,7 @@ class LocalExperts:
         layout = self.weight_layout(parameters, dtype)
         if parameters[0].dtype != dtype:
             return True
-        slots = dict(zip(self.form.slots, split_slots(self.form, parameters)))
+        slots = by_expert(self.form, parameters)
         names = self.form.projections
         runs_of = dict(zip(names, (*(layout.inputs * 2)[: len(names) - 1], layout.down)))
         return all(

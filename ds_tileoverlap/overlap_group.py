@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .buffer import Pool, pool_of
 from .exchange import PeerError, Peers, peer_error
+from .kernels import raw_stream
 from .log import say
 
 NS = 1_000_000_000
@@ -141,9 +142,8 @@ def check_failure(failure: torch.Tensor, peers: Peers) -> None:
 def _load_kernels(op, pool: Pool) -> None:
     """Runs every kernel that waits once on nothing: loading one while another waits for it would never end."""
     device = pool.device
-    stream = torch.cuda.current_stream(device).cuda_stream
     nothing = torch.zeros(64, dtype=torch.int32, device=device)
-    zero = nothing.data_ptr()
+    zero, stream = nothing.data_ptr(), raw_stream(nothing)
     matrix = torch.zeros(64, 64, dtype=torch.float16, device=device)
     operand = matrix.data_ptr()
     channel = pool.returns

@@ -9,6 +9,8 @@ from models import Gated, fill, tokens
 from test_gpu import relative_errors
 from torch.utils.checkpoint import checkpoint
 
+from ds_tileoverlap import configure
+
 pytestmark = pytest.mark.gpu(2)
 
 HIDDEN, INNER, TOKENS, STEPS = 64, 128, 96, 6
@@ -24,7 +26,7 @@ RECOMPUTE = {
 
 def gated_net(recompute=None):
     """Two layers of experts without biases, the same weights on every call."""
-    net = Net(2, 2, form=lambda *size: Gated(*size), hidden=HIDDEN, inner=INNER)
+    net = Net(2, 2, form=Gated, hidden=HIDDEN, inner=INNER)
     net.recompute = RECOMPUTE[recompute]
     return fill(net, ep_rank=torch.distributed.get_rank(), std=0.08)
 
@@ -95,9 +97,7 @@ def _several_forwards(backend):
 
 
 def ds_layers(net, backend):
-    import ds_tileoverlap
-
-    ds_tileoverlap.configure(net, {"tile_overlap": {"enabled": True, "backend": backend}})
+    configure(net, {"tile_overlap": {"enabled": True, "backend": backend}})
     for layer in net.layers:
         layer.set_deepspeed_parallelism()
     return net.layers

@@ -130,11 +130,7 @@ bool wait_for_change(Address word, uint32_t old_value, double limit_s) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.attr("MAX_EXPERTS") = static_cast<int>(TILEOVERLAP_MAX_EXPERTS);
     module.attr("MAX_PEERS") = static_cast<int>(TILEOVERLAP_MAX_PEERS);
-    module.attr("MAX_PANELS") = static_cast<int>(TILEOVERLAP_MAX_PANELS);
     module.attr("BLOCK_TOKENS") = static_cast<int>(TILEOVERLAP_BLOCK_TOKENS);
-    module.attr("PART") = static_cast<int>(TILEOVERLAP_PART);
-    module.attr("ITEM_BYTES") = sizeof(TileOverlapItem);
-    module.attr("SEGMENT_BYTES") = sizeof(TileOverlapSegment);
     module.attr("MAP_BYTES") = static_cast<int>(TILEOVERLAP_MAP_BYTES);
     module.attr("FAILURE_WORDS") = sizeof(TileOverlapFailure) / 4;
     module.attr("ROWS_HOME") = static_cast<int>(ROWS_HOME);

@@ -18,7 +18,7 @@ struct TileOverlapBegin {
     const int* counts;        // as in TileOverlapSchedule
     int counts_stride;
     int num_ranks, rank, num_experts;
-    int what;                 // what comes: one of the following
+    int what;                 // a TileOverlapCargo: what comes
     int row_bytes;
     uint32_t* epoch;
     uint32_t* targets;        // [peers] 16 bytes a count, since the beginning
