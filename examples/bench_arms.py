@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import deepspeed
 import torch
 import torch.nn.functional as F
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.layer import MoE
 from torch import distributed as dist
 from torch import nn
@@ -91,8 +91,13 @@ def router_weight(shape: Shape, device: torch.device) -> torch.Tensor:
     return weight * ((1 + shape.router_spread * sign) * (1 + shape.rank_spread * on_rank_0)).unsqueeze(1)
 
 
-def autoep(shape: Shape, device: torch.device, dtype: torch.dtype, options: dict, source: MoE) -> nn.Module:
-    """DeepSpeed's AutoEP layer out of a one-layer Hugging Face model, with the weights of ``source``."""
+def autoep(
+    shape: Shape, device: torch.device, dtype: torch.dtype, options: dict, source: MoE, backend: str | None = None
+) -> nn.Module:
+    """DeepSpeed's AutoEP layer out of a one-layer Hugging Face model, with the weights of ``source``.
+
+    With a backend of ours it is converted, as ``ds_tileoverlap.initialize`` converts it for everybody.
+    """
     sizes = dict(
         hidden_size=shape.hidden,
         num_experts_per_tok=shape.top_k,
@@ -124,9 +129,10 @@ def autoep(shape: Shape, device: torch.device, dtype: torch.dtype, options: dict
         model = model_class(config)
     torch.set_default_dtype(torch.float32)
     expert_parallel = {"enabled": True, "autoep_size": dist.get_world_size(), "preset_model": preset, **options}
-    engine = deepspeed.initialize(
+    engine = ds_tileoverlap.initialize(
         model=model,
         config={
+            "tile_overlap": {"enabled": bool(backend), "backend": backend or "auto"},
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": dtype == torch.bfloat16},
             "zero_optimization": {"stage": 0},
@@ -134,7 +140,7 @@ def autoep(shape: Shape, device: torch.device, dtype: torch.dtype, options: dict
             "expert_parallel": expert_parallel,
         },
     )[0]
-    layer = next(m for m in engine.module.modules() if type(m).__name__ == "AutoEPMoELayer")
+    layer = next(m for m in engine.module.modules() if isinstance(m, AutoEPMoELayer))
     with torch.no_grad():
         layer.router.gate.weight.copy_(source.deepspeed_moe.gate.wg.weight)
         for i, expert in enumerate(source.deepspeed_moe.experts.deepspeed_experts):

@@ -16,6 +16,7 @@ Arms, all on the same routing and rows, interleaved in one process; times are ma
     serial      (down) torch's grouped GEMM, then NCCL's all-to-all of every remote row
     rows, sums  (down) the overlapped stage up to the arrival of all rows, with so many SMs for couriers of their own
 
+Each arm is replayed from a CUDA graph: the device is timed, not how fast a host launches; with ``--launch`` both are.
 Roof of a stage: the larger of torch's grouped GEMM and its bytes on the link at 378 GB/s.
 """
 
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--only", help="comma-separated names of shapes")
     parser.add_argument("--comm-sms", default="0,8", help="comma-separated numbers of SMs for couriers of the return")
     parser.add_argument("--samples", type=int, default=6, help="bursts of iterations of each arm")
+    parser.add_argument("--launch", action="store_true", help="launch kernels one by one instead of replaying graphs")
     parser.add_argument("--plot", type=Path, help="PNG of the return's time over the number of SMs for couriers")
     arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -67,7 +69,7 @@ def main() -> int:
     for shape in yaml.safe_load(arguments.shapes.read_text()):
         if arguments.only and shape["name"] not in arguments.only.split(","):
             continue
-        records.append(Stages(shape, device).record(comm_sms, arguments.samples))
+        records.append(Stages(shape, device).record(comm_sms, arguments.samples, arguments.launch))
         if dist.get_rank() == 0:
             arguments.out.mkdir(parents=True, exist_ok=True)
             path = arguments.out / f"stages-{shape['name']}.json"
@@ -123,7 +125,7 @@ class Stages:
         run.prepare(plan, {(width, returns)})
         return run
 
-    def record(self, comm_sms: list[int], samples: int) -> dict:
+    def record(self, comm_sms: list[int], samples: int, launch: bool) -> dict:
         arms, errors = {}, {}
         for name, weights, transposed, rows in (
             ("in", self.weights_in, False, None),
@@ -138,6 +140,9 @@ class Stages:
             got, expected = found["overlap"]().float(), found["sequential"]().float()
             errors[name] = ((got - expected).norm() / expected.norm()).item()
             arms |= {f"{name}: {arm}": step for arm, step in found.items()}
+        if not launch:
+            memory = torch.cuda.graph_pool_handle()
+            arms = {name: captured(step, memory) for name, step in arms.items()}
         times = interleaved(list(arms), lambda name, i: arms[name](), samples, self.device)
         overlap_group.check_failure(self.group.pool.failure, self.peers)
         arrive, back = (sum(map(sum, table)) for table in (self.plan.remote_sends, self._returning()))
@@ -146,6 +151,7 @@ class Stages:
             "shape": self.shape,
             "ranks": dist.get_world_size(),
             "environment": environment(self.device),
+            "replayed": not launch,
             "returns": "sums" if self.plan.returns.sums else "rows",
             "errors_vs_sequential": errors,
             "link_ms": {"arrive": arrive / each_way * 1e3, "return": back / each_way * 1e3},
@@ -201,6 +207,16 @@ class Stages:
                     [(rows, operand)], plan, run, nullcontext
                 )
         return arms
+
+
+def captured(step: Callable, memory) -> Callable:
+    """The step as a CUDA graph; results of all arms share one memory, as nobody reads them."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
 
 
 def table(record: dict) -> str:

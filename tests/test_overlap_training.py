@@ -64,7 +64,9 @@ def _same_training(recompute, config):
     changes = [{name: w[name] - start[name] for name in w} for w in (found, expected)]
     errors = relative_errors(*changes)
     assert max(errors.values()) <= NOISE_OF_STEPS, errors
-    assert found_losses == pytest.approx(losses, rel=NOISE, abs=NOISE)
+    # One loss is a sum in which much cancels: its rounding errors are small beside the losses, not beside itself.
+    errors = relative_errors({"losses": torch.tensor(found_losses)}, {"losses": torch.tensor(losses)})
+    assert errors["losses"] <= NOISE, (found_losses, losses)
     again_losses, again = _train("overlap", recompute, config)
     assert found_losses == again_losses and all(torch.equal(found[n], again[n]) for n in found), "not repeatable"
 
