@@ -129,7 +129,6 @@ class LayerRuntime:
         self.backend: str = config.backend
         self._experts: LocalExperts | None = None
         self._peers: Peers | None = None
-        self._reason: str | None = None
         self._said: set[str] = set()
 
     def experts(self, modules: nn.ModuleList) -> LocalExperts:
@@ -147,33 +146,39 @@ class LayerRuntime:
         self, x: torch.Tensor, routes: Routes, experts: LocalExperts, peers: Peers, num_experts: int, stages: Stages
     ) -> torch.Tensor:
         """The stages from layout to combine: tokens [T, H] -> [T, H], on the backend that the whole group can run."""
+        group = self._overlap_group(peers, x.device)
+        if group is None:
+            self.backend = "reference" if self.config.backend == "reference" else "sequential"
+            backend = reference if self.backend == "reference" else sequential
+            with stages("layout"):
+                plan = layout(routes, num_experts, peers)
+            return backend.routed_experts(x, routes.weights, experts, plan, stages)
+        # Whether this rank can overlap now goes with the counts; what all do follows from what all of them say.
+        dtype = sequential.compute_dtype(x)
+        reason = overlap.refusal(experts, dtype, num_experts, routes.experts.shape[1], group.op)
         with stages("layout"):
-            plan = self._layout(x, routes, experts, peers, num_experts)
-        if self.config.backend == "reference":
-            self.backend = "reference"
-            return reference.routed_experts(x, routes.weights, experts, plan, stages)
+            counting = symmetric_layout.Counting(
+                routes, num_experts, peers, group, self.config, x.shape[1] * dtype.itemsize, can_overlap=reason is None
+            )
+        if reason is None:
+            output = overlap.routed_experts(x, routes.weights, experts, counting, stages)
+        else:
+            output = sequential.routed_experts(x, routes.weights, experts, counting.finish(), stages)
+        self._say_what_ran(counting.plan, reason)
+        return output
+
+    def _overlap_group(self, peers: Peers, device: torch.device) -> overlap_group.Group | None:
+        """The group as ranks that write into each other's memory; ``None`` where it cannot, or shall not."""
+        if self.config.backend not in ("auto", "overlap"):
+            return None
+        group = overlap_group.group_of(peers, device)
+        return group if group.op is not None else None
+
+    def _say_what_ran(self, plan: Plan, reason: str | None) -> None:
         self.backend = "overlap" if plan.all_can_overlap else "sequential"
-        if self._reason and self._reason not in self._said and plan.first_that_cannot_overlap == plan.peers.rank:
-            self._said.add(self._reason)
-            say(f"MoE layer '{self.name}' is sequential instead of overlap, as {self._reason}", every_rank=True)
-        if plan.all_can_overlap:
-            group = overlap_group.group_of(plan.peers, x.device)
-            return overlap.routed_experts(x, routes.weights, experts, plan, stages, group, self.config)
-        return sequential.routed_experts(x, routes.weights, experts, plan, stages)
-
-    def _layout(self, x: torch.Tensor, routes: Routes, experts: LocalExperts, peers: Peers, num_experts: int) -> Plan:
-        """The stage layout, through symmetric memory where the group has it.
-
-        Whether this rank can overlap now goes with the counts; what all of them do follows from what all of them say.
-        """
-        wants_overlap = self.config.backend in ("auto", "overlap")
-        group = overlap_group.group_of(peers, x.device) if wants_overlap else None
-        if group is None or group.op is None:
-            return layout(routes, num_experts, peers)
-        dtype, top_k = sequential.compute_dtype(x), routes.experts.shape[1]
-        self._reason = overlap.refusal(experts, dtype, num_experts, top_k, group.op)
-        row_bytes, can_overlap = x.shape[1] * dtype.itemsize, self._reason is None
-        return symmetric_layout.layout(routes, num_experts, peers, group, self.config, row_bytes, can_overlap)
+        if reason and reason not in self._said and plan.first_that_cannot_overlap == plan.peers.rank:
+            self._said.add(reason)
+            say(f"MoE layer '{self.name}' is sequential instead of overlap, as {reason}", every_rank=True)
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
         return type(self)(self.config, self.name)

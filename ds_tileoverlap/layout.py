@@ -98,19 +98,30 @@ class Plan:
         return _without_diagonal(self.routes_between)
 
     @cached_property
+    def sends_between(self) -> list[list[int]]:
+        """[W][W], :attr:`sends` as lists."""
+        first = self.num_experts
+        return [row[first:-1] for row in self._table]
+
+    @cached_property
     def remote_sends(self) -> list[list[int]]:
         """[W][W] as :attr:`sends`, 0 where they stay on their rank."""
-        return _without_diagonal([row[self.num_experts : -1] for row in self._table])
+        return _without_diagonal(self.sends_between)
 
     @cached_property
     def send_splits(self) -> list[int]:
         """Rows sent to each rank."""
-        return self._table[self.peers.rank][self.num_experts : -1]
+        return self.sends_between[self.peers.rank]
 
     @cached_property
     def recv_splits(self) -> list[int]:
         """Rows received from each rank."""
-        return [row[self.num_experts + self.peers.rank] for row in self._table]
+        return [row[self.peers.rank] for row in self.sends_between]
+
+    @cached_property
+    def num_rows(self) -> int:
+        """R."""
+        return sum(row[self.peers.rank] for row in self.routes_between)
 
     @cached_property
     def own_sent(self) -> slice:
@@ -171,21 +182,18 @@ _TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in
 Plan.NUM_TENSORS = len(_TENSOR_FIELDS)
 
 
-def layout(routes: Routes, num_experts: int, peers: Peers, can_overlap: bool = False) -> Plan:
+def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
     """Builds the :class:`Plan` of one forward; the only place where the host waits for the device.
 
     Args:
         routes: the router's choices for this rank's T tokens.
         num_experts: E, over all ranks.
         peers: the expert-parallel group.
-        can_overlap: whether this rank could run the overlap backend; the others learn of it.
 
     Raises:
         PeerError: a rank did not take part in the exchange of counts or routes.
     """
     counted = count_routes(routes.experts, num_experts, peers.size)
-    if not can_overlap:
-        counted.counts[-1:] = 1
     device_counts = all_gather_counts(counted.counts, peers)
     host_counts = HostCopy(device_counts, peers)
     # Queued before the host waits: the device has work while the counts travel.
@@ -196,7 +204,7 @@ def layout(routes: Routes, num_experts: int, peers: Peers, can_overlap: bool = F
     num_sent = sum(plan.send_splits)
     received = all_to_all_rows(sent_routes[:num_sent], plan.send_splits, plan.recv_splits, peers, "layout")
     choice_rows, row_sources, row_weights, row_offsets = place_rows(
-        received, num_experts // peers.size, sum(plan.expert_counts), sum(plan.recv_splits[: peers.rank + 1])
+        received, num_experts // peers.size, plan.num_rows, sum(plan.recv_splits[: peers.rank + 1])
     )
     return plan.but(
         sent_tokens=sent_tokens[:num_sent],

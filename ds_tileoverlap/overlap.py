@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from . import sequential
 from .activation import weighted_hidden
-from .config import TileOverlapConfig
 from .expert_gemm import (
     SlotGrads,
     activation_backward,
@@ -32,10 +31,10 @@ from .expert_weights import ExpertWeights, expert_weights
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
-from .overlap_group import Group
 from .overlap_stages import Operand, Run, ScalarReturn, project_arriving, return_while_computed
 from .schedule import ARRIVALS
 from .stages import Stages
+from .symmetric_layout import Counting
 
 # A courier finds the rows of a sum in the lanes of its warp.
 MAX_TOP_K = 32
@@ -60,20 +59,14 @@ def refusal(experts: LocalExperts, dtype: torch.dtype, num_experts: int, top_k: 
 
 
 def routed_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: LocalExperts,
-    plan: Plan,
-    stages: Stages,
-    group: Group,
-    config: TileOverlapConfig,
+    x: torch.Tensor, weights: torch.Tensor, experts: LocalExperts, counting: Counting, stages: Stages
 ) -> torch.Tensor:
-    """As :func:`sequential.routed_experts`, for a Plan whose ranks all can overlap."""
+    """As :func:`sequential.routed_experts`, on a rank that can overlap; whether all can is known with the counts."""
     anchor = x.new_empty(0, requires_grad=torch.is_grad_enabled())
     dtype, parameters = sequential.compute_dtype(x), experts.parameters()
-    run = Run(group, config, experts.maps, plan, x.shape[1] * dtype.itemsize)
+    run = Run(counting.group, counting.config, experts.maps, counting.peers, counting.row_bytes)
     return sequential.apply_without_look(
-        _OverlappedMLP, x, weights, anchor, experts, plan, dtype, stages, run, *parameters
+        _OverlappedMLP, x, weights, anchor, experts, counting, dtype, stages, run, *parameters
     )
 
 
@@ -82,13 +75,20 @@ class _OverlappedMLP(sequential.RoutedMLP):
 
     @staticmethod
     @without_autocast
-    def forward(ctx, x, weights, anchor, experts, plan, dtype, stages, run, *parameters):
+    def forward(ctx, x, weights, anchor, experts, counting, dtype, stages, run, *parameters):
         tokens = x.detach().to(dtype).contiguous()
         stacks = expert_weights(experts.weight_layout(parameters, dtype), parameters, dtype)
         form, needs_backward = experts.form, anchor.requires_grad
         overlaps_backward = needs_backward and run.overlaps_backward
         inputs = [Operand(f"input {i}", stack, transposed=False) for i, stack in enumerate(stacks.inputs)]
         down = Operand("down", stacks.down, transposed=False)
+        # Everything until here is done while the counts are on their way; once they are there, the device waits.
+        with stages("layout"):
+            plan = counting.finish()
+        if not plan.all_can_overlap:
+            return sequential.RoutedMLP.forward(
+                ctx, x, weights, anchor, experts, plan, dtype, stages, None, *parameters
+            )
         gemms = {(operand.width, ARRIVALS) for operand in inputs} | {(down.width, plan.returns)}
         if overlaps_backward:
             gemms.add((replace(down, transposed=True).width, ARRIVALS))

@@ -15,6 +15,7 @@ import torch
 from .buffer import Channel
 from .config import TileOverlapConfig
 from .dispatch import place_own_rows
+from .exchange import Peers
 from .kernels import raw_stream
 from .layout import Plan
 from .overlap_group import NS, Group
@@ -31,13 +32,13 @@ class Run:
         row_bytes: of a hidden row.
     """
 
-    def __init__(self, group: Group, config: TileOverlapConfig, maps: WeightMaps, plan: Plan, row_bytes: int):
+    def __init__(self, group: Group, config: TileOverlapConfig, maps: WeightMaps, peers: Peers, row_bytes: int):
         self.group, self.op, self.pool, self.row_bytes = group, group.op, group.pool, row_bytes
         self._maps = maps
         self._schedules: dict[tuple[int, Returns], Schedule] = {}
         self.comm_sms = 0 if config.comm_sms == "auto" else config.comm_sms
         self.overlaps_dispatch, self.overlaps_backward = config.overlap_dispatch, config.overlap_backward
-        self.limit_ns = int(plan.peers.timeout_s * NS)
+        self.limit_ns = int(peers.timeout_s * NS)
 
     def maps(self, operand: Operand, dtype: torch.dtype) -> torch.Tensor:
         """The table through which the GEMM reads the operand."""

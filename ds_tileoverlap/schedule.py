@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,7 @@ ITEM_WORDS, SEGMENT_WORDS, SUM_RUN_WORDS = 4, 8, 4
 REMOTE = 0x8000
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Flat device arrays that the GEMM and its couriers read.
 
     Attributes:
@@ -114,7 +114,7 @@ def schedules(op, plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Sch
 
 def _empty_schedules(plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Schedule]:
     """Schedules whose words are not written yet, all in one allocation."""
-    size, rows, num_local = plan.peers.size, plan.expert_starts[-1], len(plan.expert_counts)
+    size, rows, num_local = plan.peers.size, plan.num_rows, plan.num_experts // plan.peers.size
     # At most so many segments: each owner's rows of an expert may begin and end within a band.
     most_segments = rows // BAND + 2 * num_local * size + 1
     counts, limits = [], []

@@ -1,6 +1,7 @@
 """Stage 2, layout, where ranks write into each other's memory: no collective, and one wait of the host for the counts.
 
 The same :class:`~ds_tileoverlap.layout.Plan` as ``layout.layout`` makes; positions are computed by ``csrc/layout.cu``.
+Between the two halves of the stage the host prepares the next ones: once the counts are there, the device waits for it.
 """
 
 from __future__ import annotations
@@ -18,120 +19,132 @@ SEGMENT_BYTES = 2**21
 SUMS_BELOW = 0.6
 
 
-def layout(
-    routes: Routes,
-    num_experts: int,
-    peers: Peers,
-    group: Group,
-    config: TileOverlapConfig,
-    row_bytes: int,
-    can_overlap: bool,
-) -> Plan:
-    """As :func:`ds_tileoverlap.layout.layout`; the Plan also says how rows return.
+class Counting:
+    """The stage, begun: the counts are on their way, and the host can prepare what does not depend on them.
 
     Args:
+        routes: the router's choices for this rank's T tokens.
+        num_experts: E, over all ranks.
+        peers: the expert-parallel group.
         row_bytes: of one hidden row.
+        can_overlap: whether this rank can run the overlap backend now; the others learn of it with the counts.
 
-    Raises:
-        PeerError: the counts of a rank did not come.
+    Attributes:
+        plan: what :meth:`finish` returned.
     """
-    op, pool = group.op, group.pool
-    experts, weights = routes.experts, routes.weights.detach().contiguous()
-    (num_tokens, top_k), size, rank = experts.shape, peers.size, peers.rank
-    stream = raw_stream(experts)
-    limit_ns = int(peers.timeout_s * NS)
-    keys = num_experts + size
-    row = keys + 1
-    num_blocks = -(-num_tokens // op.BLOCK_TOKENS)
-    block_counts, counts, bases = experts.new_empty(num_blocks * keys + size * row + 2 * keys + 1).split(
-        [num_blocks * keys, size * row, 2 * keys + 1]
-    )
-    before = int(pool.host_ready)
-    records = pool.records
-    op.count(
-        experts=experts.data_ptr(),
-        num_tokens=num_tokens,
-        num_choices=top_k,
-        num_experts=num_experts,
-        num_ranks=size,
-        rank=rank,
-        word=int(not can_overlap),
-        block_counts=block_counts.data_ptr(),
-        peer_counts=pool.peer_counts.data_ptr(),
-        stride=pool.counts_stride,
-        peer_ready=pool.peer_ready.data_ptr(),
-        ready=pool.ready.data_ptr(),
-        epoch=records.epoch.data_ptr(),
-        targets=records.targets.data_ptr(),
-        counts=counts.data_ptr(),
-        bases=bases.data_ptr(),
-        host_counts=pool.host_counts.data_ptr(),
-        host_failure=pool.host_failure.data_ptr(),
-        host_ready=pool.host_ready.data_ptr(),
-        failure=pool.failure.data_ptr(),
-        limit_ns=limit_ns,
-        stream=stream,
-    )
-    choice_slots, token_slots, slots = experts.new_empty(3, num_tokens, top_k)
-    limit_s = peers.timeout_s - WATCHDOG_MARGIN_S
-    if not op.wait_for_change(word=pool.host_ready.data_ptr(), old_value=before & 0xFFFFFFFF, limit_s=limit_s):
-        raise peer_error(peers, "layout", f"nothing came within {limit_s:.0f} s")
-    check_failure(pool.host_failure, peers)
-    plan = Plan(peers, pool.host_counts[: size * row].clone().view(size, row), counts.view(size, row), *[None] * 7)
-    returns = choose_returns(config, plan, row_bytes)
-    num_received, num_rows = sum(plan.recv_splits), sum(plan.expert_counts)
-    sent_tokens = experts.new_empty(sum(plan.send_splits))
-    record_bytes = -(-2 * top_k // 4) * 16
-    most = max(map(sum, zip(*plan.sends.tolist()))) * record_bytes
-    records.reserve(most, 2 * most)
-    op.place(
-        experts=experts.data_ptr(),
-        weights=weights.data_ptr(),
-        block_counts=block_counts.data_ptr(),
-        bases=bases.data_ptr(),
-        num_tokens=num_tokens,
-        num_choices=top_k,
-        num_experts=num_experts,
-        num_ranks=size,
-        rank=rank,
-        returns_sums=returns.sums,
-        sent_tokens=sent_tokens.data_ptr(),
-        choice_slots=choice_slots.data_ptr(),
-        token_slots=token_slots.data_ptr(),
-        slots=slots.data_ptr(),
-        limit_ns=limit_ns,
-        stream=stream,
-        **records.sending,
-    )
-    choice_rows = experts.new_empty(num_received, top_k)
-    row_sources, row_offsets = experts.new_empty(num_rows), experts.new_empty(num_experts // size + 1)
-    row_weights = weights.new_empty(num_rows)
-    op.receive(
-        num_received=num_received,
-        num_choices=top_k,
-        num_ranks=size,
-        num_experts=num_experts,
-        rank=rank,
-        counts=counts.data_ptr(),
-        choice_rows=choice_rows.data_ptr(),
-        row_sources=row_sources.data_ptr(),
-        row_weights=row_weights.data_ptr(),
-        row_offsets=row_offsets.data_ptr(),
-        limit_ns=limit_ns,
-        stream=stream,
-        **records.receiving,
-    )
-    return plan.but(
-        sent_tokens=sent_tokens,
-        choice_slots=choice_slots,
-        token_slots=token_slots,
-        choice_rows=choice_rows,
-        row_sources=row_sources,
-        row_weights=row_weights,
-        row_offsets=row_offsets,
-        returns=returns,
-        slots=slots,
-    )
+
+    def __init__(
+        self,
+        routes: Routes,
+        num_experts: int,
+        peers: Peers,
+        group: Group,
+        config: TileOverlapConfig,
+        row_bytes: int,
+        can_overlap: bool,
+    ):
+        op, pool, size, experts = group.op, group.pool, peers.size, routes.experts
+        self.plan: Plan | None = None
+        self._experts, self._weights = experts, routes.weights.detach().contiguous()
+        self.peers, self.group, self.config, self.row_bytes = peers, group, config, row_bytes
+        num_tokens, top_k = experts.shape
+        keys, num_blocks = num_experts + size, -(-num_tokens // op.BLOCK_TOKENS)
+        sizes = [num_blocks * keys, size * (keys + 1), 2 * keys + 1]
+        self._block_counts, counts, self._bases = experts.new_empty(sum(sizes)).split_with_sizes(sizes)
+        self._counts = counts.view(size, keys + 1)
+        # What is the same for all kernels of the stage.
+        self._common = dict(
+            num_choices=top_k,
+            num_experts=num_experts,
+            num_ranks=size,
+            rank=peers.rank,
+            limit_ns=int(peers.timeout_s * NS),
+            stream=raw_stream(experts),
+        )
+        self._ready_before = int(pool.host_ready) & 0xFFFFFFFF
+        op.count(
+            experts=experts.data_ptr(),
+            num_tokens=num_tokens,
+            word=int(not can_overlap),
+            block_counts=self._block_counts.data_ptr(),
+            peer_counts=pool.peer_counts.data_ptr(),
+            stride=pool.counts_stride,
+            peer_ready=pool.peer_ready.data_ptr(),
+            ready=pool.ready.data_ptr(),
+            epoch=pool.records.epoch.data_ptr(),
+            targets=pool.records.targets.data_ptr(),
+            counts=counts.data_ptr(),
+            bases=self._bases.data_ptr(),
+            host_counts=pool.host_counts.data_ptr(),
+            host_failure=pool.host_failure.data_ptr(),
+            host_ready=pool.host_ready.data_ptr(),
+            failure=pool.failure.data_ptr(),
+            **self._common,
+        )
+        self._choice_slots, self._token_slots, self._slots = experts.new_empty(3, num_tokens, top_k)
+        self._row_offsets = experts.new_empty(num_experts // size + 1)
+
+    def finish(self) -> Plan:
+        """Waits for the counts of all ranks and queues the rest; the Plan also says how rows return.
+
+        Raises:
+            PeerError: the counts of a rank did not come.
+        """
+        self._wait()
+        peers, records, op = self.peers, self.group.pool.records, self.group.op
+        host_counts = self.group.pool.host_counts[: self._counts.numel()].clone().view(self._counts.shape)
+        experts, weights, (num_tokens, top_k) = self._experts, self._weights, self._experts.shape
+        plan = Plan(peers, host_counts, self._counts, *[None] * 7)
+        returns = choose_returns(self.config, plan, self.row_bytes)
+        num_received = sum(plan.recv_splits)
+        sent_tokens = experts.new_empty(sum(plan.send_splits))
+        most = max(map(sum, zip(*plan.sends_between))) * -(-2 * top_k // 4) * 16
+        records.reserve(most, 2 * most)
+        op.place(
+            experts=experts.data_ptr(),
+            weights=weights.data_ptr(),
+            block_counts=self._block_counts.data_ptr(),
+            bases=self._bases.data_ptr(),
+            num_tokens=num_tokens,
+            returns_sums=returns.sums,
+            sent_tokens=sent_tokens.data_ptr(),
+            choice_slots=self._choice_slots.data_ptr(),
+            token_slots=self._token_slots.data_ptr(),
+            slots=self._slots.data_ptr(),
+            **self._common,
+            **records.sending,
+        )
+        choice_rows, row_sources = experts.new_empty(num_received, top_k), experts.new_empty(plan.num_rows)
+        row_weights = weights.new_empty(plan.num_rows)
+        op.receive(
+            num_received=num_received,
+            counts=self._counts.data_ptr(),
+            choice_rows=choice_rows.data_ptr(),
+            row_sources=row_sources.data_ptr(),
+            row_weights=row_weights.data_ptr(),
+            row_offsets=self._row_offsets.data_ptr(),
+            **self._common,
+            **records.receiving,
+        )
+        self.plan = plan.but(
+            sent_tokens=sent_tokens,
+            choice_slots=self._choice_slots,
+            token_slots=self._token_slots,
+            choice_rows=choice_rows,
+            row_sources=row_sources,
+            row_weights=row_weights,
+            row_offsets=self._row_offsets,
+            returns=returns,
+            slots=self._slots,
+        )
+        return self.plan
+
+    def _wait(self) -> None:
+        pool, limit_s = self.group.pool, self.peers.timeout_s - WATCHDOG_MARGIN_S
+        word = pool.host_ready.data_ptr()
+        if not self.group.op.wait_for_change(word=word, old_value=self._ready_before, limit_s=limit_s):
+            raise peer_error(self.peers, "layout", f"nothing came within {limit_s:.0f} s")
+        check_failure(pool.host_failure, self.peers)
 
 
 def choose_returns(config: TileOverlapConfig, plan: Plan, row_bytes: int) -> Returns:

@@ -115,13 +115,13 @@ class Stages:
 
     def plan_of(self, how: str):
         config = TileOverlapConfig(enabled=True, combine=how)
-        return symmetric_layout.layout(
+        return symmetric_layout.Counting(
             self.routes, self.shape["experts"], self.peers, self.group, config, self.width * 2, True
-        )
+        ).finish()
 
     def run_of(self, plan, width: int, returns, comm_sms: int = 0) -> overlap_stages.Run:
         config = TileOverlapConfig(enabled=True, comm_sms=comm_sms)
-        run = overlap_stages.Run(self.group, config, self.maps, plan, self.width * 2)
+        run = overlap_stages.Run(self.group, config, self.maps, plan.peers, self.width * 2)
         run.prepare(plan, {(width, returns)})
         return run
 

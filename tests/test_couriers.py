@@ -378,7 +378,9 @@ class OwnGroup:
         """All ranks call this alike: where there is no room for the routes, they make it together."""
         routes = Routes(experts, torch.ones(experts.shape, device=self.device), None, None)
         config = TileOverlapConfig(enabled=True, combine="sums" if returns.sums else "rows")
-        plan = symmetric_layout.layout(routes, num_experts, self.peers, self.group, config, 16, can_overlap=True)
+        plan = symmetric_layout.Counting(
+            routes, num_experts, self.peers, self.group, config, 16, can_overlap=True
+        ).finish()
         return plan.but(returns=returns)
 
     def operand(self, weights):
@@ -398,7 +400,7 @@ class OwnGroup:
 
     def _run(self, plan, row_bytes, op, **options):
         config = TileOverlapConfig(enabled=True, **options)
-        return Run(replace(self.group, op=op or self.group.op), config, self._maps, plan, row_bytes)
+        return Run(replace(self.group, op=op or self.group.op), config, self._maps, plan.peers, row_bytes)
 
     def send(self, plan, x, operand, op=None, **options):
         """The rows [R, K] of all ranks' tokens for this rank's experts; their products [R, N], made as they come."""

@@ -99,7 +99,7 @@ def _layout(rank, group, peers, lengths, k, num_experts, combine):
     config, plans = TileOverlapConfig(enabled=True, combine=combine), []
     for step, length in enumerate(lengths):
         routes = random_routes(100 * step + rank, length[rank], k, num_experts)
-        plans.append((routes, symmetric_layout.layout(routes, num_experts, peers, group, config, 128, True)))
+        plans.append((routes, symmetric_layout.Counting(routes, num_experts, peers, group, config, 128, True).finish()))
     return plans
 
 
@@ -366,7 +366,7 @@ def _late_layout(rank, group, peers):
     if rank == 1:
         group.op = Slow(group.op, {"place"})
     config = TileOverlapConfig(enabled=True)
-    plan = symmetric_layout.layout(random_routes(rank, 40, 2, E), E, peers, group, config, 128, True)
+    plan = symmetric_layout.Counting(random_routes(rank, 40, 2, E), E, peers, group, config, 128, True).finish()
     return plan.choice_rows.clone(), plan.row_weights.clone()
 
 
@@ -385,7 +385,7 @@ def _one_leaves(rank, group, peers):
         return None
     config = TileOverlapConfig(enabled=True)
     with pytest.raises(PeerError, match="rank 0: the counts of rank 1 did not come within"):
-        symmetric_layout.layout(random_routes(1, 20, 2, 8), 8, peers, group, config, 128, True)
+        symmetric_layout.Counting(random_routes(1, 20, 2, 8), 8, peers, group, config, 128, True).finish()
     return True
 
 
@@ -452,10 +452,10 @@ def _stacked(rank, group, peers, weights):
     x = tokens(rank, len(routes.experts), hidden=H, dtype=torch.float16).requires_grad_()
     routes.weights.requires_grad_()
     config = TileOverlapConfig(enabled=True)
-    plan = symmetric_layout.layout(routes, E, peers, group, config, 2 * H, True)
+    counting = symmetric_layout.Counting(routes, E, peers, group, config, 2 * H, True)
     stacked = StackedExperts(mine)
     assert overlap.refusal(stacked, torch.float16, E, 2, group.op) is None
-    y = overlap.routed_experts(x, routes.weights, stacked, plan, nullcontext, group, config)
+    y = overlap.routed_experts(x, routes.weights, stacked, counting, nullcontext)
     y.sum().backward()
     grads = {name: p.grad for name, p in mine.named_parameters()}
     return {

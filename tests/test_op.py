@@ -110,12 +110,12 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     routes = route.Routes(torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 2), None, None)
     settings = config.TileOverlapConfig(enabled=True, combine=combine)
     monkeypatch.setattr(dry_op, "wait_for_change", lambda **arguments: dry_op.calls.append("wait_for_change") or True)
-    plan = symmetric_layout.layout(routes, 8, peers, group, settings, 128, True)
+    plan = symmetric_layout.Counting(routes, 8, peers, group, settings, 128, True).finish()
     assert plan.returns.sums == (combine == "sums") and plan.all_can_overlap
     zeroed = {name: torch.zeros_like(getattr(plan, name)) for name in layout._TENSOR_FIELDS if name != "counts"}
     plan = dataclasses.replace(plan, **zeroed)
     settings = config.TileOverlapConfig(enabled=True, combine=combine, comm_sms=comm_sms, overlap_dispatch=not comm_sms)
-    run = overlap_stages.Run(group, settings, WeightMaps(), plan, 128)
+    run = overlap_stages.Run(group, settings, WeightMaps(), peers, 128)
     run.prepare(plan, {(128, schedule.ARRIVALS), (64, plan.returns)})
 
     def stages(name):
