@@ -77,6 +77,31 @@ def native(shape: Shape, device: torch.device, dtype: torch.dtype, backend: str 
     return layer
 
 
+class Chunks(nn.Module):
+    """A layer on its tokens in pieces, on two streams in turn: one piece is exchanged while another is computed."""
+
+    def __init__(self, layer: MoE, count: int):
+        super().__init__()
+        self.layer, self.count = layer, count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = x.chunk(self.count, dim=1)
+        if not x.is_cuda:
+            return torch.cat([self.layer(piece)[0] for piece in pieces], dim=1)
+        main, outputs = torch.cuda.current_stream(), []
+        streams = [torch.cuda.Stream(x.device) for _ in range(2)]
+        for i, piece in enumerate(pieces):
+            stream = streams[i % 2]
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                outputs.append(self.layer(piece)[0])
+            outputs[-1].record_stream(main)
+            x.record_stream(stream)
+        for stream in streams:
+            main.wait_stream(stream)
+        return torch.cat(outputs, dim=1)
+
+
 def router_weight(shape: Shape, device: torch.device) -> torch.Tensor:
     """[E, H], the same on every rank: routing that is mildly uneven on normal inputs, and even over the ranks.
 
@@ -158,6 +183,7 @@ def output_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def expert_counts(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """[E] int64: how many routes of all ranks' tokens each expert gets from this arm's own router."""
+    layer = layer.layer if isinstance(layer, Chunks) else layer
     if hasattr(layer, "router"):  # AutoEP; its running total is no count, it may be kept in bf16
         counts = layer.router(x.view(-1, x.shape[-1]), layer.expert_bias)[2]
     else:
