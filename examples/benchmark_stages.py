@@ -140,6 +140,9 @@ class Stages:
             got, expected = found["overlap"]().float(), found["sequential"]().float()
             errors[name] = ((got - expected).norm() / expected.norm()).item()
             arms |= {f"{name}: {arm}": step for arm, step in found.items()}
+        # Buffers that grow move: each arm finds its largest before any graph keeps an address.
+        for step in arms.values():
+            step()
         if not launch:
             memory = torch.cuda.graph_pool_handle()
             arms = {name: captured(step, memory) for name, step in arms.items()}
@@ -211,7 +214,6 @@ class Stages:
 
 def captured(step: Callable, memory) -> Callable:
     """The step as a CUDA graph; results of all arms share one memory, as nobody reads them."""
-    step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
