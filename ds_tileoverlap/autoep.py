@@ -6,6 +6,7 @@ a token to its experts and back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .route import Routes
 from .stacked_experts import ACTIVATION_OF, StackedExperts
 from .stages import Stages
 
+ZERO_MODULES = "deepspeed.runtime.zero."
 # Model type -> keys of "expert_parallel" that AutoEP does not find out by itself, from the model's configuration.
 MISSING_KEYS = {
     "olmoe": lambda config: {
@@ -55,28 +57,45 @@ class TileAutoEPMoELayer(AutoEPMoELayer):
             return super()._forward(hidden_states)
         hidden_size = hidden_states.shape[-1]
         x = hidden_states.reshape(-1, hidden_size)
-        experts, peers = run.experts(self.experts), run.peers(self.ep_group, x.device)
-        stages = Stages(self)
+        peers, stages = run.peers(self.ep_group, x.device), Stages(self)
         with stages("route"):
             routed = RouterOutput(*self.router(x, self.expert_bias))
             with torch.no_grad():
                 self.tokens_per_expert.add_(routed.num_tokens_per_expert)
             routes = Routes(routed.selected_experts.int(), routed.top_scores.float(), None, None)
-        output = run.routed_experts(x, routes, experts, peers, self.num_experts, stages)
+
+        def from_layout_to_combine(x: torch.Tensor) -> torch.Tensor:
+            return run.routed_experts(x, routes, run.experts(self.experts), peers, self.num_experts, stages)
+
+        output = self.experts(x, from_layout_to_combine)
         return self._finalize_output(output.reshape(hidden_states.shape), x, hidden_states, hidden_size)
+
+
+class TileGroupedExperts(GroupedExperts):
+    """``GroupedExperts`` around the stages: ZeRO-3 gathers parameters where their module runs, and for its backward."""
+
+    def forward(self, x: torch.Tensor, how: torch.Tensor | Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Tokens [T, H] through the stages; or, where AutoEP asks, expert rows and their counts as it has them."""
+        return how(x) if callable(how) else super().forward(x, how)
 
 
 class AutoEPRuntime(LayerRuntime):
     """As :class:`LayerRuntime`, for experts whose weights are stacked."""
 
     def can_run(self, experts: nn.Module) -> bool:
-        """Whether the experts are still what AutoEP made; whatever wraps or hooks them has to see their inputs."""
-        return type(experts) is GroupedExperts and not any(hooks_of(experts)) and "forward" not in vars(experts)
+        """Whether the experts are what :func:`adopt` made; whatever wraps or hooks them has to see their inputs."""
+        return type(experts) is TileGroupedExperts and not _is_watched(experts)
 
     def experts(self, experts: GroupedExperts) -> StackedExperts:
         if self._experts is None or not self._experts.are_current(experts):
             self._experts = StackedExperts(experts)
         return self._experts
+
+
+def _is_watched(experts: nn.Module) -> bool:
+    """Whether a hook or another ``forward`` wants to see rows and outputs; ZeRO-3's own only gather parameters."""
+    hooks = [hook for hooks in hooks_of(experts) for hook in hooks.values()]
+    return "forward" in vars(experts) or any(not hook.__module__.startswith(ZERO_MODULES) for hook in hooks)
 
 
 def refusal(layer: AutoEPMoELayer) -> str | None:
@@ -92,8 +111,6 @@ def refusal(layer: AutoEPMoELayer) -> str | None:
     if layer.experts.activation not in ACTIVATION_OF:
         known = ", ".join(map(repr, ACTIVATION_OF))
         return f"its experts' activation is '{layer.experts.activation}', not one of {known}"
-    if any(hasattr(parameter, "ds_id") for parameter in layer.experts.parameters()):
-        return "ZeRO-3 partitions its experts"
     return None
 
 
@@ -103,5 +120,5 @@ def autoep_layers(model: nn.Module) -> dict[str, AutoEPMoELayer]:
 
 def adopt(layer: AutoEPMoELayer, config: TileOverlapConfig, name: str) -> None:
     """Makes an AutoEP layer run on this package, in place: same modules, parameters, names and groups."""
-    layer.__class__ = TileAutoEPMoELayer
+    layer.__class__, layer.experts.__class__ = TileAutoEPMoELayer, TileGroupedExperts
     layer.tile_overlap = AutoEPRuntime(config, name)

@@ -123,7 +123,9 @@ _BIAS, _VERSION = operator.itemgetter("bias"), operator.attrgetter("_version")
 
 
 def state_of(parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Two numbers that change when any parameter is changed in place, or moved."""
+    """Two numbers that change when any parameter is changed in place, or moved; ZeRO-3 moves its own all the time."""
+    if hasattr(parameters[0], "ds_id"):
+        return 0, 0
     return _versions(parameters), sum(map(torch.Tensor.data_ptr, parameters))
 
 

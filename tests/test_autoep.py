@@ -107,8 +107,8 @@ def engine_of(family, ep_size, backend, zero=0, file=None):
 
 def _train(family, ep_size, backend, zero):
     engine = engine_of(family, ep_size, backend, zero)
-    kinds = {type(m).__name__ for m in engine.module.modules() if hasattr(m, "_is_autoep_layer")}
-    assert kinds == {"TileAutoEPMoELayer" if backend else "AutoEPMoELayer"}
+    layers = [m for m in engine.module.modules() if hasattr(m, "_is_autoep_layer")]
+    assert {type(m).__name__ for m in layers} == {"TileAutoEPMoELayer" if backend else "AutoEPMoELayer"}
     logits, losses = engine.module(batch(0)).logits.detach(), []
     for step in range(STEPS):
         ids = batch(step)
@@ -116,7 +116,10 @@ def _train(family, ep_size, backend, zero):
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    if backend:
+        assert {m.tile_overlap.backend for m in layers} == {"sequential" if backend == "auto" else backend}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero == 3):
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     return logits, losses, weights
 
 
@@ -140,9 +143,10 @@ def test_trains_as_autoep_does(two_ranks, family, ep_size, backend):
     two_ranks(_same, family, ep_size, backend, 0)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_under_zero(two_ranks, zero):
-    two_ranks(_same, "qwen3_moe", 2, "auto", zero)
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_under_zero(two_ranks, zero, ep_size):
+    two_ranks(_same, "qwen3_moe", ep_size, "auto", zero)
 
 
 def _refused(change, message):
