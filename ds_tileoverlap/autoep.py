@@ -22,7 +22,6 @@ from .route import Routes
 from .stacked_experts import ACTIVATION_OF, StackedExperts
 from .stages import Stages
 
-ZERO_MODULES = "deepspeed.runtime.zero."
 # Model type -> keys of "expert_parallel" that AutoEP does not find out by itself, from the model's configuration.
 MISSING_KEYS = {
     "olmoe": lambda config: {
@@ -93,9 +92,9 @@ class AutoEPRuntime(LayerRuntime):
 
 
 def _is_watched(experts: nn.Module) -> bool:
-    """Whether a hook or another ``forward`` wants to see rows and outputs; ZeRO-3's own only gather parameters."""
+    """Whether a hook or another ``forward`` wants to see rows and outputs; DeepSpeed's own, for ZeRO-3, do not."""
     hooks = [hook for hooks in hooks_of(experts) for hook in hooks.values()]
-    return "forward" in vars(experts) or any(not hook.__module__.startswith(ZERO_MODULES) for hook in hooks)
+    return "forward" in vars(experts) or any(not hook.__module__.startswith("deepspeed.") for hook in hooks)
 
 
 def refusal(layer: AutoEPMoELayer) -> str | None:
