@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import deepspeed
 import torch
 import torch.nn.functional as F
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -123,10 +124,56 @@ def autoep(
 
     With a backend of ours it is converted, as ``ds_tileoverlap.initialize`` converts it for everybody.
     """
+    config = {"zero_optimization": {"stage": 0}, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+    engine = autoep_engine(shape, 1, device, dtype, options, backend, config)
+    layer = next(m for m in engine.module.modules() if isinstance(m, AutoEPMoELayer))
+    with torch.no_grad():
+        layer.router.gate.weight.copy_(source.deepspeed_moe.gate.wg.weight)
+        for i, expert in enumerate(source.deepspeed_moe.experts.deepspeed_experts):
+            layer.experts.w1[i].copy_(expert.gate.weight)
+            layer.experts.w3[i].copy_(expert.up.weight)
+            layer.experts.w2[i].copy_(expert.down.weight)
+    return layer
+
+
+def autoep_engine(
+    shape: Shape,
+    layers: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    options: dict,
+    backend: str | None,
+    config: dict,
+) -> deepspeed.DeepSpeedEngine:
+    """An engine for a Hugging Face model of so many layers that AutoEP converts; the same weights on every call."""
+    preset, model = _hugging_face_model(shape, layers, device, dtype)
+    for module in model.modules():
+        if hasattr(module, "gate") and hasattr(module, "experts"):
+            module.gate.weight.data.copy_(router_weight(shape, device))
+    return ds_tileoverlap.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": dtype == torch.bfloat16},
+            "steps_per_print": 10**9,
+            "expert_parallel": {
+                "enabled": True,
+                "autoep_size": dist.get_world_size(),
+                "preset_model": preset,
+                **options,
+            },
+            "tile_overlap": {"enabled": bool(backend), "backend": backend or "auto"},
+            **config,
+        },
+    )[0]
+
+
+def _hugging_face_model(shape: Shape, layers: int, device: torch.device, dtype: torch.dtype) -> tuple[str, nn.Module]:
+    """The name of AutoEP's preset and the model."""
     sizes = dict(
         hidden_size=shape.hidden,
         num_experts_per_tok=shape.top_k,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         vocab_size=512,
         num_attention_heads=16,
         num_key_value_heads=4,
@@ -149,30 +196,12 @@ def autoep(
             mlp_only_layers=[],
             **sizes,
         )
+    torch.manual_seed(1)
     torch.set_default_dtype(dtype)
     with torch.device(device):
         model = model_class(config)
     torch.set_default_dtype(torch.float32)
-    expert_parallel = {"enabled": True, "autoep_size": dist.get_world_size(), "preset_model": preset, **options}
-    engine = ds_tileoverlap.initialize(
-        model=model,
-        config={
-            "tile_overlap": {"enabled": bool(backend), "backend": backend or "auto"},
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": dtype == torch.bfloat16},
-            "zero_optimization": {"stage": 0},
-            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-            "expert_parallel": expert_parallel,
-        },
-    )[0]
-    layer = next(m for m in engine.module.modules() if isinstance(m, AutoEPMoELayer))
-    with torch.no_grad():
-        layer.router.gate.weight.copy_(source.deepspeed_moe.gate.wg.weight)
-        for i, expert in enumerate(source.deepspeed_moe.experts.deepspeed_experts):
-            layer.experts.w1[i].copy_(expert.gate.weight)
-            layer.experts.w3[i].copy_(expert.up.weight)
-            layer.experts.w2[i].copy_(expert.down.weight)
-    return layer
+    return preset, model
 
 
 def output_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
