@@ -17,6 +17,9 @@ OVERLAP_OPTIONS = (
     "overlap_dispatch",
     "overlap_backward",
 )
+BACKENDS = ("auto", "overlap", "sequential", "reference")
+# Backend -> options that it does not read.
+UNREAD = {"sequential": OVERLAP_OPTIONS, "reference": (*OVERLAP_OPTIONS, "recompute_dispatch")}
 
 
 class ConfigError(ValueError):
@@ -31,7 +34,7 @@ class TileOverlapConfig(DeepSpeedConfigModel):
     enabled: bool = Field(False, description="true or false")
     """Run the MoE layers of the model on this package. ``false`` leaves every layer as DeepSpeed made it."""
 
-    backend: Literal["auto", "overlap", "sequential", "reference"] = Field(
+    backend: Literal[BACKENDS] = Field(
         "auto",
         description="'auto', 'overlap', 'sequential' or 'reference'",
     )
@@ -60,6 +63,9 @@ class TileOverlapConfig(DeepSpeedConfigModel):
     overlap_backward: bool = Field(True, description="true or false")
     """Overlap both exchanges of the backward pass."""
 
+    recompute_dispatch: bool = Field(False, description="true or false")
+    """Keep no expert rows for backward: it sends the tokens again. Less memory for one more exchange."""
+
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="a number of seconds above 0, or null for the process group's own time-out"
     )
@@ -73,15 +79,14 @@ def _expected(name: str) -> str:
 
 def _conflicts(block: dict[str, Any], faulty: set[str]) -> list[str]:
     """Faults of options that are each valid but do not go together."""
-    lines = []
-    backend = block.get("backend", "auto")
-    if backend in ("sequential", "reference"):
-        for name in OVERLAP_OPTIONS:
-            if name in block and name not in faulty:
-                lines.append(
-                    f"{BLOCK}.{name}: got {block[name]!r} together with backend {backend!r}, "
-                    "expected backend 'auto' or 'overlap' (only the overlap backend reads this option)"
-                )
+    backend, lines = block.get("backend", "auto"), []
+    for name in block:
+        readers = [other for other in BACKENDS if name not in UNREAD.get(other, ())]
+        if backend in BACKENDS and backend not in readers and name not in faulty:
+            lines.append(
+                f"{BLOCK}.{name}: got {block[name]!r} together with backend {backend!r}, expected backend "
+                f"{' or '.join(map(repr, readers))} (no other reads this option)"
+            )
     return lines
 
 

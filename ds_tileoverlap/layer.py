@@ -146,13 +146,14 @@ class LayerRuntime:
         self, x: torch.Tensor, routes: Routes, experts: LocalExperts, peers: Peers, num_experts: int, stages: Stages
     ) -> torch.Tensor:
         """The stages from layout to combine: tokens [T, H] -> [T, H], on the backend that the whole group can run."""
-        group = self._overlap_group(peers, x.device)
+        group, again = self._overlap_group(peers, x.device), self.config.recompute_dispatch
         if group is None:
-            self.backend = "reference" if self.config.backend == "reference" else "sequential"
-            backend = reference if self.backend == "reference" else sequential
             with stages("layout"):
                 plan = layout(routes, num_experts, peers)
-            return backend.routed_experts(x, routes.weights, experts, plan, stages)
+            self.backend = "reference" if self.config.backend == "reference" else "sequential"
+            if self.backend == "reference":
+                return reference.routed_experts(x, routes.weights, experts, plan, stages)
+            return sequential.routed_experts(x, routes.weights, experts, plan, stages, again)
         # Whether this rank can overlap now goes with the counts; what all do follows from what all of them say.
         dtype = sequential.compute_dtype(x)
         reason = overlap.refusal(experts, dtype, num_experts, routes.experts.shape[1], group.op)
@@ -163,7 +164,7 @@ class LayerRuntime:
         if reason is None:
             output = overlap.routed_experts(x, routes.weights, experts, counting, stages)
         else:
-            output = sequential.routed_experts(x, routes.weights, experts, counting.finish(), stages)
+            output = sequential.routed_experts(x, routes.weights, experts, counting.finish(), stages, again)
         self._say_what_ran(counting.plan, reason)
         return output
 

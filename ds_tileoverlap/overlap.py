@@ -31,7 +31,7 @@ from .expert_weights import ExpertWeights, expert_weights
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
-from .overlap_stages import Operand, Run, ScalarReturn, project_arriving, return_while_computed
+from .overlap_stages import Operand, Run, ScalarReturn, arrived_rows, project_arriving, return_while_computed
 from .schedule import ARRIVALS
 from .stages import Stages
 from .symmetric_layout import Counting
@@ -66,7 +66,17 @@ def routed_experts(
     dtype, parameters = sequential.compute_dtype(x), experts.parameters()
     run = Run(counting.group, counting.config, experts.maps, counting.peers, counting.row_bytes)
     return sequential.apply_without_look(
-        _OverlappedMLP, x, weights, anchor, experts, counting, dtype, stages, run, *parameters
+        _OverlappedMLP,
+        x,
+        weights,
+        anchor,
+        experts,
+        counting,
+        dtype,
+        stages,
+        run,
+        counting.config.recompute_dispatch,
+        *parameters,
     )
 
 
@@ -75,7 +85,7 @@ class _OverlappedMLP(sequential.RoutedMLP):
 
     @staticmethod
     @without_autocast
-    def forward(ctx, x, weights, anchor, experts, counting, dtype, stages, run, *parameters):
+    def forward(ctx, x, weights, anchor, experts, counting, dtype, stages, run, recompute_dispatch, *parameters):
         tokens = x.detach().to(dtype).contiguous()
         stacks = expert_weights(experts.weight_layout(parameters, dtype), parameters, dtype)
         form, needs_backward = experts.form, anchor.requires_grad
@@ -87,7 +97,7 @@ class _OverlappedMLP(sequential.RoutedMLP):
             plan = counting.finish()
         if not plan.all_can_overlap:
             return sequential.RoutedMLP.forward(
-                ctx, x, weights, anchor, experts, plan, dtype, stages, None, *parameters
+                ctx, x, weights, anchor, experts, plan, dtype, stages, None, recompute_dispatch, *parameters
             )
         gemms = {(operand.width, ARRIVALS) for operand in inputs} | {(down.width, plan.returns)}
         if overlaps_backward:
@@ -106,8 +116,9 @@ class _OverlappedMLP(sequential.RoutedMLP):
         output = return_while_computed(pairs, plan, run, stages)
         if needs_backward:
             run_backward = partial(backward, run=run) if overlaps_backward else sequential.backward
+            rows = None if recompute_dispatch else rows
             sequential.RoutedMLP.keep(
-                ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, run_backward
+                ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, dtype, run_backward
             )
         return output
 
@@ -128,7 +139,7 @@ def _bias_pair(bias: torch.Tensor, plan: Plan, run: Run, dtype: torch.dtype) -> 
 def backward(
     grad: torch.Tensor,
     x: torch.Tensor,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     plan: Plan,
     pre_activations: list[torch.Tensor],
     stacks: ExpertWeights,
@@ -151,10 +162,15 @@ def backward(
     found: SlotGrads = {}
 
     def weight_gradients() -> None:
-        nonlocal hidden, grad_rows
+        nonlocal hidden, grad_rows, rows
         with stages("expert_gemm weight gradients"):
             found.update(down_grads(grad_rows, hidden, plan.row_weights, form, plan, wanted))
             hidden = grad_rows = None
+        if rows is None:
+            with stages("dispatch again"):
+                tokens = x.to(grad_pre_activations[0].dtype).contiguous()
+                rows = arrived_rows(tokens, grad_pre_activations[0].shape[1], plan, run)
+        with stages("expert_gemm weight gradients"):
             found.update(input_grads(grad_pre_activations, rows, stacks, plan, wanted))
 
     pairs = [

@@ -89,20 +89,9 @@ def project_arriving(
     Returns:
         For each operand [R, its width], and the expert rows [R, K].
     """
-    op, channel, stream = run.op, run.pool.tokens, raw_stream(tokens)
-    # Couriers read 16 bytes at a time; a view may begin anywhere.
-    tokens = tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
-    arriving = max(map(sum, zip(*plan.remote_sends))) * run.row_bytes
-    channel.reserve(arriving, 2 * arriving)
-    rows = tokens.new_empty(plan.row_sources.numel(), tokens.shape[1])
-    place_own_rows(tokens, plan, rows)
-    tiles = run.tiles(operands[0].width, ARRIVALS)
-    missing = begin(run, channel, plan, op.TOKENS_OUT, run.row_bytes, tiles.band_parts)
-    courier, arrivals = token_courier(run, plan, tiles, tokens), arrivals_of(run, plan, tiles, rows, missing)
-    carried = dict(courier=courier, arrivals=arrivals)
+    rows, carried = _arriving_rows(tokens, operands[0].width, plan, run)
     if not run.overlaps_dispatch:
-        is_half = tokens.dtype == torch.float16
-        op.run_couriers(**carried, is_half=is_half, num_sms=run.group.num_sms, stream=stream)
+        _carry(rows, run, carried)
         carried = {}
     results = []
     for operand in operands:
@@ -112,6 +101,34 @@ def project_arriving(
         # The first operand's kernel sends and receives; the next ones find everything in place.
         carried = {}
     return results, rows
+
+
+def arrived_rows(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> torch.Tensor:
+    """The expert rows [R, K] alone, as :func:`project_arriving` with an operand of this width had them."""
+    rows, carried = _arriving_rows(tokens, width, plan, run)
+    _carry(rows, run, carried)
+    return rows
+
+
+def _arriving_rows(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> tuple[torch.Tensor, dict]:
+    """The expert rows [R, K] with this rank's own in place, and the couriers' instructions for all others."""
+    channel = run.pool.tokens
+    # Couriers read 16 bytes at a time; a view may begin anywhere.
+    tokens = tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
+    arriving = max(map(sum, zip(*plan.remote_sends))) * run.row_bytes
+    channel.reserve(arriving, 2 * arriving)
+    rows = tokens.new_empty(plan.row_sources.numel(), tokens.shape[1])
+    place_own_rows(tokens, plan, rows)
+    tiles = run.tiles(width, ARRIVALS)
+    missing = begin(run, channel, plan, run.op.TOKENS_OUT, run.row_bytes, tiles.band_parts)
+    courier, arrivals = token_courier(run, plan, tiles, tokens), arrivals_of(run, plan, tiles, rows, missing)
+    return rows, dict(courier=courier, arrivals=arrivals)
+
+
+def _carry(rows: torch.Tensor, run: Run, carried: dict) -> None:
+    """Couriers on all SMs, with no GEMM beside them."""
+    is_half = rows.dtype == torch.float16
+    run.op.run_couriers(**carried, is_half=is_half, num_sms=run.group.num_sms, stream=raw_stream(rows))
 
 
 def begin(

@@ -31,13 +31,20 @@ from .stages import Stages
 
 
 def routed_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: LocalExperts, plan: Plan, stages: Stages
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: LocalExperts,
+    plan: Plan,
+    stages: Stages,
+    recompute_dispatch: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts.
 
     Args:
         x: [T, H] tokens of this rank.
         weights: [T, k] float32 router weights, whose values came to the experts with the layout.
+        recompute_dispatch: whether backward sends the tokens again instead of keeping expert rows; only for experts of
+            a known form.
 
     Returns:
         [T, H], in the dtype that the experts compute in.
@@ -46,7 +53,8 @@ def routed_experts(
     anchor = x.new_empty(0, requires_grad=torch.is_grad_enabled())
     if experts.form is not None:
         dtype, parameters = compute_dtype(x), experts.parameters()
-        return apply_without_look(RoutedMLP, x, weights, anchor, experts, plan, dtype, stages, None, *parameters)
+        inputs = (x, weights, anchor, experts, plan, dtype, stages, None, recompute_dispatch, *parameters)
+        return apply_without_look(RoutedMLP, *inputs)
     with stages("dispatch"):
         rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
     with stages("expert_gemm"):
@@ -74,11 +82,11 @@ class RoutedMLP(torch.autograd.Function):
     The parameters follow the fixed inputs, slot by slot of the form. Every parameter that wants a gradient gets one.
     """
 
-    FIXED_INPUTS = 8
+    FIXED_INPUTS = 9
 
     @staticmethod
     @without_autocast
-    def forward(ctx, x, weights, anchor, experts, plan, dtype, stages, run, *parameters):
+    def forward(ctx, x, weights, anchor, experts, plan, dtype, stages, run, recompute_dispatch, *parameters):
         layout = experts.weight_layout(parameters, dtype)
         with stages("dispatch"):
             rows = send_tokens(x, plan, "dispatch").to(dtype)
@@ -90,14 +98,15 @@ class RoutedMLP(torch.autograd.Function):
             output = return_rows(outputs, plan, "combine")
         # Parameters claim to need gradients even where none are computed; the anchor knows.
         if anchor.requires_grad:
-            RoutedMLP.keep(ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, backward)
+            rows = None if recompute_dispatch else rows
+            RoutedMLP.keep(ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, dtype, backward)
         return output
 
     @staticmethod
-    def keep(ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, run_backward):
+    def keep(ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, dtype, run_backward):
         """Saves what backward needs, which is :func:`backward` or another function like it."""
-        ctx.run_backward, ctx.plan, ctx.stages = run_backward, plan.without_tensors(), stages
-        ctx.layout = experts.weight_layout(parameters, rows.dtype)
+        ctx.run_backward, ctx.plan, ctx.stages, ctx.dtype = run_backward, plan.without_tensors(), stages, dtype
+        ctx.layout = experts.weight_layout(parameters, dtype)
         # Parameters are leaves that the graph keeps alive anyway; saving hundreds of them costs the host too much.
         ctx.parameters, ctx.state = parameters, experts.state()
         ctx.save_for_backward(x, weights, rows, *plan.tensors(), *pre_activations)
@@ -105,7 +114,7 @@ class RoutedMLP(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def backward(ctx, grad):
-        x, weights, kept, *saved = ctx.saved_tensors
+        x, weights, rows, *saved = ctx.saved_tensors
         plan, pre_activations = ctx.plan.with_tensors(saved[: Plan.NUM_TENSORS]), saved[Plan.NUM_TENSORS :]
         parameters, form, stages = ctx.parameters, ctx.layout.form, ctx.stages
         if state_of(parameters) != ctx.state:
@@ -120,8 +129,8 @@ class RoutedMLP(torch.autograd.Function):
         needs = split_slots(form, ctx.needs_input_grad[RoutedMLP.FIXED_INPUTS :])
         wanted = {slot for slot, need in zip(form.slots, needs) if any(need)}
 
-        stacks = expert_weights(ctx.layout, parameters, kept.dtype)
-        grad_x, grad_weights, found = ctx.run_backward(grad, x, kept, plan, pre_activations, stacks, wanted, stages)
+        stacks = expert_weights(ctx.layout, parameters, ctx.dtype)
+        grad_x, grad_weights, found = ctx.run_backward(grad, x, rows, plan, pre_activations, stacks, wanted, stages)
         if are_stacked(parameters):
             of_parameters = [found[slot] if slot in wanted else None for slot in form.slots]
         else:
@@ -133,7 +142,7 @@ class RoutedMLP(torch.autograd.Function):
 def backward(
     grad: torch.Tensor,
     x: torch.Tensor,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     plan: Plan,
     pre_activations: list[torch.Tensor],
     stacks: ExpertWeights,
@@ -145,7 +154,7 @@ def backward(
     Args:
         grad: [T, H] gradient of the output.
         x: [T, H] tokens.
-        rows: [R, H] expert rows.
+        rows: [R, H] expert rows; ``None`` to make them again, on all ranks whatever each of them wants.
         pre_activations: as the forward made them; emptied here.
         wanted: which parameters need gradients.
 
@@ -166,7 +175,12 @@ def backward(
     del grad_rows
     with stages("expert_gemm weight gradients"):
         found = down_grads(grad, hidden, plan.row_weights, form, plan, wanted)
+        compute_dtype = grad.dtype
         del grad, hidden
+    if rows is None:
+        with stages("dispatch again"):
+            rows = send_tokens(x, plan, "dispatch again").to(compute_dtype)
+    with stages("expert_gemm weight gradients"):
         found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted)
     return grad_x, grad_weights, found
 

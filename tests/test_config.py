@@ -17,6 +17,7 @@ DEFAULTS = dict(
     owner_alignment="auto",
     overlap_dispatch=True,
     overlap_backward=True,
+    recompute_dispatch=False,
     timeout_s=None,
 )
 
@@ -39,7 +40,7 @@ def test_empty_block_gives_the_defaults():
     "block",
     [
         {"enabled": True},
-        {"backend": "sequential", "timeout_s": 0.5},
+        {"backend": "sequential", "timeout_s": 0.5, "recompute_dispatch": True},
         {"backend": "reference", "timeout_s": 30},
         {"backend": "overlap", "comm_sms": 0, "combine": "sums"},
         {"comm_sms": 2, "bands_per_segment": 1, "owner_alignment": "packed"},
@@ -109,7 +110,11 @@ def test_option_of_another_backend(backend):
     message = fault_of({"backend": backend, **values})
     assert "6 faults" in message
     for name, value in values.items():
-        assert f"tile_overlap.{name}: got {value!r} together with backend {backend!r}, expected" in message
+        fault = f"tile_overlap.{name}: got {value!r} together with backend {backend!r}, expected backend 'auto' or"
+        assert fault in message
+    assert "expected backend 'auto' or 'overlap' or 'sequential'" in fault_of(
+        {"backend": "reference", "recompute_dispatch": True}
+    )
 
 
 def test_every_fault_in_one_message():

@@ -200,8 +200,8 @@ FORMS = {
             True,
             {"combine": "sums", "overlap_dispatch": False},
         ),
-        (4, "gated", 3, torch.float16, True, {"combine": "sums"}),
-        (2, "mlp bias", 2, torch.bfloat16, False, {}),
+        (4, "gated", 3, torch.float16, True, {"combine": "sums", "recompute_dispatch": True}),
+        (2, "mlp bias", 2, torch.bfloat16, False, {"recompute_dispatch": True}),
         (2, "gated bias", 3, torch.float16, True, {"combine": "rows"}),
         (4, "mlp", 4, torch.bfloat16, False, {"combine": "rows", "comm_sms": 2, "bands_per_segment": 1}),
         (8, "gated", 2, torch.float16, True, {}),
@@ -409,20 +409,24 @@ def _memory(rank, group, peers, layers, lengths):
 KEPT = threading.local()
 
 
-def test_memory_is_what_the_formulas_say(op, monkeypatch):
+@pytest.mark.parametrize("again", [False, True])
+def test_memory_is_what_the_formulas_say(op, monkeypatch, again):
     size, k, inner = 2, 2, 40
     monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
     monkeypatch.setattr(buffer, "GRAIN_BYTES", 16)
     keep = sequential.RoutedMLP.keep
 
     def recorded(ctx, x, weights, kept, plan, pre_activations, *rest):
-        KEPT.tensors = plan, (x, weights, kept, *plan.tensors(), *pre_activations)
+        KEPT.tensors = plan, [t for t in (x, weights, kept, *plan.tensors(), *pre_activations) if t is not None]
         keep(ctx, x, weights, kept, plan, pre_activations, *rest)
 
     monkeypatch.setattr(sequential.RoutedMLP, "keep", staticmethod(recorded))
     full = fill(stock(Gated(H, inner), num_experts=E, hidden=H, k=k), std=0.1).bfloat16()
     pools, lengths = ThreadPools(size, op), [(40, 30), (20, 10), (300, 0)]
-    layers = [layer_of(rank, pools.peers[rank], full, {"combine": "rows"}, True) for rank in range(size)]
+    layers = [
+        layer_of(rank, pools.peers[rank], full, {"combine": "rows", "recompute_dispatch": again}, True)
+        for rank in range(size)
+    ]
     results = pools.run(_memory, layers, lengths)
     room = {"tokens": 0, "returns": 0}
     for step in range(len(lengths)):
@@ -430,7 +434,7 @@ def test_memory_is_what_the_formulas_say(op, monkeypatch):
             plan, saved, capacities = result[step]
             length, rows = lengths[step][rank], sum(plan.expert_counts)
             sent, received = sum(plan.send_splits), sum(plan.recv_splits)
-            values = length * H + rows * (H + 2 * inner)
+            values = length * H + rows * (2 * inner + (0 if again else H))
             numbers = length * k * 4 + sent + received * k + 2 * rows + E // size + 1 + 2 * size * (E + size + 1)
             assert saved == 2 * values + 4 * numbers
             if rank == 0:

@@ -120,7 +120,7 @@ def _parity(form, dtype, hidden, intermediate, num_experts, lengths, k, options)
     "options",
     [
         {"combine": "rows"},
-        {"combine": "sums"},
+        {"combine": "sums", "recompute_dispatch": True},
         {"combine": "rows", "comm_sms": 2, "bands_per_segment": 1},
         {"combine": "sums", "comm_sms": 4},
         {"combine": "rows", "owner_alignment": "tile"},

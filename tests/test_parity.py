@@ -63,3 +63,26 @@ def _ep_worker(ep_size, k, drop, form, shape, backend):
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_expert_parallel(four_ranks, ep_size, k, drop, form, shape, backend):
     four_ranks(_ep_worker, ep_size, k, drop, form, shape, backend)
+
+
+def _recompute_worker(frozen):
+    rank = torch.distributed.get_rank()
+    layer = fill(stock(Gated(), ep_size=2), ep_rank=rank)
+    if frozen == "rank 1" and rank == 1:
+        layer.deepspeed_moe.experts.requires_grad_(False)
+    kept, again = ours(layer), ours(layer, recompute_dispatch=True)
+    x, grad = tokens(10 + rank, 20 + 9 * rank), tokens(20 + rank, 20 + 9 * rank)
+    found, saved = [], ([], [])
+    for mine, sizes in zip((kept, again), saved):
+        mine.set_deepspeed_parallelism()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
+            found.append(backward_of(mine, x, grad))
+    num_rows, rest = divmod(sum(saved[0]) - sum(saved[1]), x.shape[1])
+    assert num_rows > 0 and rest == 0
+    assert_close(found[1], found[0], 0.0)
+
+
+@pytest.mark.parametrize("frozen", [None, "rank 1"])
+def test_dispatch_again_in_backward(two_ranks, frozen):
+    """Equal gradients from fewer saved values, also where one rank alone wants no weight gradients."""
+    two_ranks(_recompute_worker, frozen)
