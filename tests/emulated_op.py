@@ -94,7 +94,7 @@ def launches(source: str) -> str:
         grid, block, shared, _ = at_top_level(source[start + 3 : end])
         close = source.index(");", end)
         arguments = source[end + 4 : close]
-        kernel = re.search(r"[\w:]+(<\w+>)?$", source[:start]).group()
+        kernel = re.search(r"[\w:]+(<[\w, ]+>)?$", source[:start]).group()
         call = f"emulation::launch({grid}, {block}, {shared}, [&] {{ {kernel}({arguments}); }});"
         source = source[: start - len(kernel)] + call + source[close + 2 :]
     return source

@@ -9,6 +9,7 @@
 //   2 x math    a warpgroup each for 64 rows: WGMMA, then registers -> global memory while the other one multiplies
 #include "expert_gemm.cuh"
 
+#include "launch.cuh"
 #include "ptx.cuh"
 #include "tile_signal.cuh"
 
@@ -368,9 +369,8 @@ int launch(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const
         if (int error = encode(&a_map, gemm.a, gemm.num_rows, gemm.k, TILE_M / 2, gemm.is_half)) return error;
     if (gemm.k2 > 0 && gemm.num_rows > 0)
         if (int error = encode(&a2_map, gemm.a2, gemm.num_rows, gemm.k2, TILE_M / 2, gemm.is_half)) return error;
-    auto kernel = expert_gemm<T, B_TRANSPOSED>;
-    if (int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES)) return error;
-    kernel<<<gemm.num_sms / 2 * 2, THREADS, SHARED_BYTES, stream>>>(
+    if (int error = allow_shared_memory<expert_gemm<T, B_TRANSPOSED>>(SHARED_BYTES)) return error;
+    expert_gemm<T, B_TRANSPOSED><<<gemm.num_sms / 2 * 2, THREADS, SHARED_BYTES, stream>>>(
         a_map, static_cast<const CUtensorMap*>(gemm.b_maps), a2_map, static_cast<const CUtensorMap*>(gemm.b2_maps),
         static_cast<T*>(gemm.c), reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals,
         gemm.epoch, gemm.panel_left, gemm.panel_tiles, gemm.n, gemm.k, gemm.k2, courier, arrivals);

@@ -1,6 +1,7 @@
 #include "layout.cuh"
 
 #include "courier.cuh"
+#include "launch.cuh"
 #include "schedule.cuh"
 
 namespace tileoverlap {
@@ -282,8 +283,7 @@ extern "C" int tileoverlap_place(const TileOverlapPlace* arguments, cudaStream_t
     using namespace tileoverlap;
     const TileOverlapPlace& args = *arguments;
     auto bytes = [](int experts, int ranks) { return 2 * GROUPS * (experts + ranks) * 4; };
-    if (int error = cudaFuncSetAttribute(place_tokens, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         bytes(TILEOVERLAP_MAX_EXPERTS, TILEOVERLAP_MAX_PEERS)))
+    if (int error = allow_shared_memory<place_tokens>(bytes(TILEOVERLAP_MAX_EXPERTS, TILEOVERLAP_MAX_PEERS)))
         return error;
     if (int blocks = num_blocks(args.num_tokens))
         place_tokens<<<blocks, TOKENS, bytes(args.num_experts, args.num_ranks), stream>>>(args);

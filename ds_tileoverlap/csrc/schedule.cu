@@ -1,6 +1,8 @@
 // The schedule: one CTA for each GEMM. schedule.py has the same in plain Python.
 #include "schedule.cuh"
 
+#include "launch.cuh"
+
 namespace tileoverlap {
 namespace {
 
@@ -230,7 +232,7 @@ extern "C" int tileoverlap_schedule(const TileOverlapSchedule* arguments, cudaSt
     using namespace tileoverlap;
     if (arguments->num_experts > TILEOVERLAP_MAX_EXPERTS || arguments->num_tilings > TILEOVERLAP_MAX_TILINGS)
         return cudaErrorInvalidValue;
-    if (int error = cudaFuncSetAttribute(schedule, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Runs))) return error;
+    if (int error = allow_shared_memory<schedule>(sizeof(Runs))) return error;
     schedule<<<arguments->num_tilings, THREADS, sizeof(Runs), stream>>>(*arguments);
     return cudaGetLastError();
 }

@@ -42,6 +42,7 @@ inline int cudaGetLastError() { return 0; }
 inline const char* cudaGetErrorString(int) { return "emulated"; }
 template <typename Kernel>
 int cudaFuncSetAttribute(Kernel, int, int) { return 0; }
+inline int cudaGetDevice(int* device) { return *device = 0; }
 
 namespace emulation {
 
