@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, RouterOutput
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import nn
 
 from .config import TileOverlapConfig
 from .expert_form import hooks_of
+from .kernels import use_triton
 from .layer import LayerRuntime
 from .route import Routes
 from .stacked_experts import ACTIVATION_OF, StackedExperts
 from .stages import Stages
+from .top_k import TopKRouting, top_k_routing
 
 # Model type -> keys of "expert_parallel" that AutoEP does not find out by itself, from the model's configuration.
 MISSING_KEYS = {
@@ -58,16 +61,40 @@ class TileAutoEPMoELayer(AutoEPMoELayer):
         x = hidden_states.reshape(-1, hidden_size)
         peers, stages = run.peers(self.ep_group, x.device), Stages(self)
         with stages("route"):
-            routed = RouterOutput(*self.router(x, self.expert_bias))
+            routes = route(x, self.router, self.expert_bias)
             with torch.no_grad():
-                self.tokens_per_expert.add_(routed.num_tokens_per_expert)
-            routes = Routes(routed.selected_experts.int(), routed.top_scores.float(), None, None)
+                self.tokens_per_expert.add_(routes.exp_counts)
 
         def from_layout_to_combine(x: torch.Tensor) -> torch.Tensor:
             return run.routed_experts(x, routes, run.experts(self.experts), peers, self.num_experts, stages)
 
         output = self.experts(x, from_layout_to_combine)
         return self._finalize_output(output.reshape(hidden_states.shape), x, hidden_states, hidden_size)
+
+
+def route(x: torch.Tensor, router: TokenChoiceTopKRouter, expert_bias: torch.Tensor | None) -> Routes:
+    """Routes tokens [T, H] as ``router`` does; where it is plain top-k of a softmax, with this package's kernels."""
+    if expert_bias is not None or not _is_plain(router):
+        weights, experts, counts = router(x, expert_bias)
+        return Routes(experts.int(), weights.float(), None, counts)
+    logits = router.gate(x).float()
+    routing = TopKRouting.apply if use_triton(logits) else top_k_routing
+    experts, weights, _, counts = routing(logits, None, 0, None, router.top_k, router.route_norm)
+    return Routes(experts, weights if router.route_scale == 1 else weights * router.route_scale, None, counts)
+
+
+def _is_plain(router: TokenChoiceTopKRouter) -> bool:
+    """Whether nothing but a softmax decides, and nobody looks at what the router returns."""
+    return (
+        router.score_func == "softmax"
+        and router.num_expert_groups is None
+        and router.e_score_correction_bias is None
+        # One weight that is made to add up to 1 is 1.
+        and (router.top_k > 1 or not router.route_norm)
+        and type(router) is TokenChoiceTopKRouter
+        and "forward" not in vars(router)
+        and not any(hooks_of(router))
+    )
 
 
 class TileGroupedExperts(GroupedExperts):

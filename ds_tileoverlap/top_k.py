@@ -17,7 +17,12 @@ Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def top_k_routing(
-    logits: torch.Tensor, noise: torch.Tensor | None, noisy_from: int, used_token: torch.Tensor | None, k: int
+    logits: torch.Tensor,
+    noise: torch.Tensor | None,
+    noisy_from: int,
+    used_token: torch.Tensor | None,
+    k: int,
+    normalize: bool = True,
 ) -> Routing:
     """Dropless top-k routing in plain PyTorch.
 
@@ -27,6 +32,7 @@ def top_k_routing(
         noisy_from: the first choice that sees the noise.
         used_token: [T] or ``None``; tokens marked 0 are not routed.
         k: choices a token.
+        normalize: whether the weights of several choices are made to add up to 1.
     """
     num_tokens, num_experts = logits.shape
     gates = F.softmax(logits, dim=1, dtype=torch.float32)
@@ -35,7 +41,7 @@ def top_k_routing(
     else:
         experts = _arg_top_k(gates, logits, noise, noisy_from, k)
     chosen = gates.gather(1, experts)
-    if k > 1:
+    if normalize and k > 1:
         chosen = chosen / chosen.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).eps)
     routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool, device=logits.device).scatter_(1, experts, True)
     if used_token is not None:
@@ -79,10 +85,12 @@ class TopKRouting(torch.autograd.Function):
     """:func:`top_k_routing` as three kernels: choose, reduce, and the gradient of both outputs in one."""
 
     @staticmethod
-    def forward(ctx, logits, noise, noisy_from, used_token, k):
-        experts, weights, balanced, l_aux, exp_counts = _route_triton(logits, noise, noisy_from, used_token, k)
+    def forward(ctx, logits, noise, noisy_from, used_token, k, normalize=True):
+        experts, weights, balanced, l_aux, exp_counts = _route_triton(
+            logits, noise, noisy_from, used_token, k, normalize
+        )
         ctx.save_for_backward(logits, noise, used_token, experts, balanced)
-        ctx.noisy_from, ctx.k = noisy_from, k
+        ctx.noisy_from, ctx.k, ctx.normalize = noisy_from, k, normalize
         ctx.mark_non_differentiable(experts, exp_counts)
         return experts, weights, l_aux, exp_counts
 
@@ -91,11 +99,11 @@ class TopKRouting(torch.autograd.Function):
     def backward(ctx, _experts, grad_weights, grad_l_aux, _exp_counts):
         logits, noise, used_token, experts, balanced = ctx.saved_tensors
         if torch.is_grad_enabled():
-            _, weights, l_aux, _ = top_k_routing(logits, noise, ctx.noisy_from, used_token, ctx.k)
+            _, weights, l_aux, _ = top_k_routing(logits, noise, ctx.noisy_from, used_token, ctx.k, ctx.normalize)
             (grad,) = torch.autograd.grad((weights, l_aux), logits, (grad_weights, grad_l_aux), create_graph=True)
         else:
-            grad = _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux)
-        return grad, None, None, None, None
+            grad = _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux, ctx.normalize)
+        return grad, None, None, None, None, None
 
 
 class BFloat16Routing(torch.autograd.Function):
@@ -137,7 +145,7 @@ class BFloat16Routing(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None
 
 
-def _route_triton(logits, noise, noisy_from, used_token, k):
+def _route_triton(logits, noise, noisy_from, used_token, k, normalize=True):
     num_tokens, num_experts = logits.shape
     width = kernels.power_of_2(num_experts)
     block = kernels.tile_rows(width, most=32)
@@ -164,6 +172,7 @@ def _route_triton(logits, noise, noisy_from, used_token, k):
         HAS_NOISE=noise is not None,
         HAS_MASK=used_token is not None,
         TOP_K=k,
+        NORMALIZE=normalize and k > 1,
         TOP_K_WIDTH=kernels.power_of_2(k),
         BLOCK=block,
         WIDTH=width,
@@ -188,7 +197,7 @@ def _route_triton(logits, noise, noisy_from, used_token, k):
     return experts, weights, balanced, l_aux, exp_counts
 
 
-def _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux, split=False):
+def _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux, normalize=True, split=False):
     """The gradient of the logits: [T, E] float32, or [T, 2E] bf16 whose halves add up to it."""
     num_tokens, num_experts = logits.shape
     k = experts.shape[1]
@@ -207,6 +216,7 @@ def _route_backward_triton(logits, experts, balanced, grad_weights, grad_l_aux, 
         num_experts,
         _l_aux_scale(num_experts, k, num_tokens),
         TOP_K=k,
+        NORMALIZE=normalize and k > 1,
         SPLIT=split,
         BLOCK=block,
         WIDTH=width,
@@ -242,6 +252,7 @@ def _route_kernel(
     HAS_NOISE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     TOP_K_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -276,7 +287,7 @@ def _route_kernel(
         counts += tl.sum((hit & used[:, None]).to(tl.int32), 0)
         if j == 0:
             tl.store(first_counts + tl.program_id(0) * num_experts + expert, counts, expert < num_experts)
-    if TOP_K > 1:
+    if NORMALIZE:
         weight = weight / tl.maximum(tl.sum(weight, 1), 1.1920928955078125e-07)[:, None]
     inside_k = (token < num_tokens)[:, None] & (choice < TOP_K)[None, :]
     place = token[:, None] * TOP_K + choice[None, :]
@@ -333,6 +344,7 @@ def _route_backward_kernel(
     num_experts,
     scale,
     TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -353,7 +365,7 @@ def _route_backward_kernel(
         chosen |= hit.to(tl.int32)
         total += gate
         grad_dot_gate += gate * grad_weight
-    if TOP_K > 1:
+    if NORMALIZE:
         # weight_j = gate_j / max(total, eps): below eps the denominator is a constant.
         EPS: tl.constexpr = 1.1920928955078125e-07
         shared = tl.where(total >= EPS, grad_dot_gate / tl.maximum(total, EPS), 0.0)

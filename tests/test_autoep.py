@@ -80,7 +80,7 @@ def batch(step):
     return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def engine_of(family, ep_size, backend, zero=0, file=None):
+def engine_of(family, ep_size, backend, zero=0, file=None, **options):
     """An engine whose config is given as a dict, or as ``file`` that the arguments name."""
     preset, model = model_of(family)
     block = {"tile_overlap": {"enabled": True, "backend": backend}} if backend else {}
@@ -94,6 +94,7 @@ def engine_of(family, ep_size, backend, zero=0, file=None):
         "expert_parallel": {"enabled": True, "autoep_size": ep_size, **keys},
         "steps_per_print": 10**9,
         **block,
+        **options,
     }
     if file is None:
         return deepspeed.initialize(model=model, config=config)[0]
@@ -147,6 +148,37 @@ def test_trains_as_autoep_does(two_ranks, family, ep_size, backend):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_under_zero(two_ranks, zero, ep_size):
     two_ranks(_same, "qwen3_moe", ep_size, "auto", zero)
+
+
+def _train_on_gpu(family, backend, zero):
+    engine = engine_of(family, 2, backend, zero, bf16={"enabled": True})
+    layers = [m for m in engine.module.modules() if hasattr(m, "_is_autoep_layer")]
+    with torch.no_grad():
+        logits, losses = engine.module(batch(0).to(engine.device)).logits.float(), []
+    for step in range(STEPS):
+        ids = batch(step).to(engine.device)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if backend:
+        assert {m.tile_overlap.backend for m in layers} == {backend}
+    return logits, losses
+
+
+def _same_on_gpus(family, zero):
+    expected, expected_losses = _train_on_gpu(family, None, zero)
+    for backend in ("overlap", "sequential"):
+        logits, losses = _train_on_gpu(family, backend, zero)
+        error = (logits - expected).norm() / expected.norm()
+        assert error <= 2e-2, (backend, error)
+        assert losses == pytest.approx(expected_losses, rel=1e-2), backend
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("family,zero", [*((family, 0) for family in FAMILIES), ("qwen3_moe", 2), ("qwen3_moe", 3)])
+def test_trains_as_autoep_does_on_gpus(two_gpus, family, zero):
+    two_gpus(_same_on_gpus, family, zero)
 
 
 def _refused(change, message):

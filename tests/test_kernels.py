@@ -203,8 +203,18 @@ def test_bias_kernels(compare, width):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("noisy_from", [None, 0, 1])
-@pytest.mark.parametrize("num_tokens,k,num_experts", [(33, 1, 8), (70, 2, 6), (129, 3, 60), (40, 8, 128)])
-def test_routing_kernels(compare, num_tokens, k, num_experts, noisy_from, masked):
+@pytest.mark.parametrize(
+    "num_tokens,k,num_experts,normalize",
+    [
+        (33, 1, 8, True),
+        (70, 2, 6, True),
+        (70, 2, 6, False),
+        (129, 3, 60, True),
+        (40, 8, 128, True),
+        (40, 8, 128, False),
+    ],
+)
+def test_routing_kernels(compare, num_tokens, k, num_experts, normalize, noisy_from, masked):
     logits = random(num_tokens, num_experts, seed=1)
     # Upstream's noise comes with at most two choices; the twin sorts more of them without it.
     noise = random(num_tokens, num_experts, seed=2) if noisy_from is not None and k <= 2 else None
@@ -214,9 +224,10 @@ def test_routing_kernels(compare, num_tokens, k, num_experts, noisy_from, masked
     def run():
         x = logits.clone().requires_grad_()
         if kernels.use_triton(x):
-            experts, weights, l_aux, counts = top_k.TopKRouting.apply(x, noise, noisy_from or 0, used, k)
+            routing = top_k.TopKRouting.apply
         else:
-            experts, weights, l_aux, counts = top_k.top_k_routing(x, noise, noisy_from or 0, used, k)
+            routing = top_k.top_k_routing
+        experts, weights, l_aux, counts = routing(x, noise, noisy_from or 0, used, k, normalize)
         ((weights * grad).sum() + 3 * l_aux).backward()
         return [experts, counts, weights, l_aux, x.grad]
 
