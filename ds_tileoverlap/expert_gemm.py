@@ -15,11 +15,8 @@ import triton.language as tl
 from . import kernels
 from .activation import ACTIVATIONS, hidden_backward, weighted_hidden
 from .expert_form import ExpertForm
-from .expert_weights import ExpertWeights, by_expert
+from .expert_weights import ExpertWeights, Stack, by_expert
 from .layout import Plan
-
-# The matrices of all local experts: (first expert, end, view [n, N, K]) for each run.
-Stack = list[tuple[int, int, torch.Tensor]]
 
 
 def project(rows: torch.Tensor, stack: Stack, plan: Plan) -> torch.Tensor:

@@ -14,6 +14,8 @@ import torch
 from .expert_form import ExpertForm
 
 Slots = list[Sequence[torch.Tensor]]
+# The matrices of all local experts: (first expert, end, view [n, N, K]) for each run.
+Stack = list[tuple[int, int, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,21 @@ class ExpertWeights:
     """
 
     layout: WeightLayout
-    inputs: list[list[tuple[int, int, torch.Tensor]]]
-    down: list[tuple[int, int, torch.Tensor]]
+    inputs: list[Stack]
+    down: Stack
     biases: dict[str, torch.Tensor]
+
+    def gate_and_up(self) -> tuple[Stack, Stack]:
+        """The stacks of the gate and of up, of a form that has both, whether or not they lie in one map."""
+        if not self.layout.joint:
+            gate, up = self.inputs
+            return gate, up
+        (stack,) = self.inputs
+        half = stack[0][2].shape[1] // 2
+        first, second = (
+            [(run, end, view[:, rows]) for run, end, view in stack] for rows in (slice(half), slice(half, None))
+        )
+        return (second, first) if self.layout.up_first else (first, second)
 
     def split(self, parts: list[torch.Tensor], dim: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The gate's and up's share of one tensor an input map; no gate gives ``None``."""

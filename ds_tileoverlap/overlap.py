@@ -31,8 +31,16 @@ from .expert_weights import ExpertWeights, expert_weights
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
-from .overlap_stages import Operand, Run, ScalarReturn, arrived_rows, project_arriving, return_while_computed
-from .schedule import ARRIVALS
+from .overlap_stages import (
+    Operand,
+    Run,
+    ScalarReturn,
+    arrived_rows,
+    project_arriving,
+    project_gated_arriving,
+    return_while_computed,
+)
+from .schedule import ARRIVALS, gated_width
 from .stages import Stages
 from .symmetric_layout import Counting
 
@@ -90,7 +98,8 @@ class _OverlappedMLP(sequential.RoutedMLP):
         stacks = expert_weights(experts.weight_layout(parameters, dtype), parameters, dtype)
         form, needs_backward = experts.form, anchor.requires_grad
         overlaps_backward = needs_backward and run.overlaps_backward
-        inputs = [Operand(f"input {i}", stack, transposed=False) for i, stack in enumerate(stacks.inputs)]
+        inputs = _input_operands(stacks)
+        arrival_width = gated_width(inputs[0].width) if _makes_hidden(stacks) else inputs[0].width
         down = Operand("down", stacks.down, transposed=False)
         # Everything until here is done while the counts are on their way; once they are there, the device waits.
         with stages("layout"):
@@ -99,28 +108,55 @@ class _OverlappedMLP(sequential.RoutedMLP):
             return sequential.RoutedMLP.forward(
                 ctx, x, weights, anchor, experts, plan, dtype, stages, None, recompute_dispatch, *parameters
             )
-        gemms = {(operand.width, ARRIVALS) for operand in inputs} | {(down.width, plan.returns)}
+        gemms = {(arrival_width, ARRIVALS), (down.width, plan.returns)}
         if overlaps_backward:
             gemms.add((replace(down, transposed=True).width, ARRIVALS))
         run.prepare(plan, gemms)
         with stages("expert_gemm"):
-            pre_activations, rows = project_arriving(tokens, inputs, plan, run)
-            gate, up = stacks.split(pre_activations, 1)
-            for name, part in ((form.gate, gate), (form.up, up)):
-                if name in stacks.biases:
-                    add_expert_bias_(part, stacks.biases[name], plan)
-            hidden = weighted_hidden(gate, up, plan.row_weights, form.act)
+            hidden, pre_activations, rows = _hidden_rows(tokens, inputs, stacks, plan, run)
             pairs = [(hidden, down)]
             if form.down in stacks.biases:
                 pairs.append(_bias_pair(stacks.biases[form.down], plan, run, dtype))
         output = return_while_computed(pairs, plan, run, stages)
         if needs_backward:
-            run_backward = partial(backward, run=run) if overlaps_backward else sequential.backward
+            run_backward = (
+                partial(backward, run=run, arrival_width=arrival_width) if overlaps_backward else sequential.backward
+            )
             rows = None if recompute_dispatch else rows
             sequential.RoutedMLP.keep(
                 ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, dtype, run_backward
             )
         return output
+
+
+def _makes_hidden(stacks: ExpertWeights) -> bool:
+    """Whether the kernel that multiplies what arrives also makes the hidden rows; biases would have to come before."""
+    form = stacks.layout.form
+    return form.gate is not None and form.act == "silu" and not {form.gate, form.up} & stacks.biases.keys()
+
+
+def _input_operands(stacks: ExpertWeights) -> list[Operand]:
+    """The gate and up, or the maps of both as they lie."""
+    if _makes_hidden(stacks):
+        return [Operand(name, stack, transposed=False) for name, stack in zip(("gate", "up"), stacks.gate_and_up())]
+    return [Operand(f"input {i}", stack, transposed=False) for i, stack in enumerate(stacks.inputs)]
+
+
+def _hidden_rows(
+    tokens: torch.Tensor, inputs: list[Operand], stacks: ExpertWeights, plan: Plan, run: Run
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """The weighted hidden rows [R, I], the pre-activations, and the expert rows [R, H]."""
+    form = stacks.layout.form
+    if _makes_hidden(stacks):
+        pre_activations = [tokens.new_empty(plan.num_rows, stack[0][2].shape[1]) for stack in stacks.inputs]
+        hidden, rows = project_gated_arriving(tokens, *inputs, stacks.split(pre_activations, 1), plan, run)
+        return hidden, pre_activations, rows
+    pre_activations, rows = project_arriving(tokens, inputs, plan, run)
+    gate, up = stacks.split(pre_activations, 1)
+    for name, part in ((form.gate, gate), (form.up, up)):
+        if name in stacks.biases:
+            add_expert_bias_(part, stacks.biases[name], plan)
+    return weighted_hidden(gate, up, plan.row_weights, form.act), pre_activations, rows
 
 
 def _bias_pair(bias: torch.Tensor, plan: Plan, run: Run, dtype: torch.dtype) -> tuple[torch.Tensor, Operand]:
@@ -146,8 +182,13 @@ def backward(
     wanted: set[tuple[str, str]],
     stages: Stages,
     run: Run,
+    arrival_width: int,
 ) -> tuple[torch.Tensor, torch.Tensor, SlotGrads]:
-    """The stages of backward; arguments and results as of :func:`sequential.backward`."""
+    """The stages of backward; arguments and results as of :func:`sequential.backward`.
+
+    Args:
+        arrival_width: of the schedule by which the tokens came in the forward.
+    """
     form = stacks.layout.form
     down = Operand("down back", stacks.down, transposed=True)
     with stages("expert_gemm backward"):
@@ -169,7 +210,7 @@ def backward(
         if rows is None:
             with stages("dispatch again"):
                 tokens = x.to(grad_pre_activations[0].dtype).contiguous()
-                rows = arrived_rows(tokens, grad_pre_activations[0].shape[1], plan, run)
+                rows = arrived_rows(tokens, arrival_width, plan, run)
         with stages("expert_gemm weight gradients"):
             found.update(input_grads(grad_pre_activations, rows, stacks, plan, wanted))
 

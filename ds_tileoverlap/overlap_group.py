@@ -164,6 +164,11 @@ def _load_kernels(op, pool: Pool) -> None:
                 num_rows=64, n=64, k=64, is_half=is_half, b_is_transposed=transposed, num_sms=2, courier=courier,
                 arrivals=arrivals, stream=stream,
             )  # fmt: skip
+        op.expert_gemm(
+            a=operand, b_maps=zero, c=operand, items=zero, num_items=zero, claimed=pool.claimed_items.data_ptr(),
+            num_rows=64, n=64, k=64, is_half=is_half, b_is_transposed=False, num_sms=2, courier=courier,
+            arrivals=arrivals, up_maps=zero, up=operand, stride=64, hidden=operand, row_weights=zero, stream=stream,
+        )  # fmt: skip
         op.run_couriers(courier=courier, arrivals=arrivals, is_half=is_half, num_sms=2, stream=stream)
         op.sum_slots(
             local=zero, slots=zero, sums=zero, num_tokens=0, num_choices=1, width=8, num_peers=0, is_half=is_half,

@@ -19,7 +19,7 @@ from .exchange import Peers
 from .kernels import raw_stream
 from .layout import Plan
 from .overlap_group import NS, Group
-from .schedule import ARRIVALS, TILE_N, Returns, Schedule, schedules
+from .schedule import ARRIVALS, TILE_N, Returns, Schedule, gated_width, schedules
 from .stages import Stages
 from .symmetric_layout import rows_to_receive
 from .weight_maps import WeightMaps
@@ -89,10 +89,7 @@ def project_arriving(
     Returns:
         For each operand [R, its width], and the expert rows [R, K].
     """
-    rows, carried = _arriving_rows(tokens, operands[0].width, plan, run)
-    if not run.overlaps_dispatch:
-        _carry(rows, run, carried)
-        carried = {}
+    rows, carried = _rows_and_couriers(tokens, operands[0].width, plan, run)
     results = []
     for operand in operands:
         result = tokens.new_empty(rows.shape[0], operand.width)
@@ -103,11 +100,53 @@ def project_arriving(
     return results, rows
 
 
+def project_gated_arriving(
+    tokens: torch.Tensor, gate: Operand, up: Operand, into: tuple[torch.Tensor, torch.Tensor], plan: Plan, run: Run
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`project_arriving` with gate and up, and with the hidden rows of a SwiGLU, in one kernel.
+
+    Args:
+        into: where the gate's and up's results [R, I] go; rows may be strided, alike.
+
+    Returns:
+        The hidden rows ``row_weights * silu(gate) * up`` [R, I], and the expert rows [R, K].
+    """
+    width = gated_width(gate.width)
+    rows, carried = _rows_and_couriers(tokens, width, plan, run)
+    hidden = tokens.new_empty(rows.shape[0], gate.width)
+    multiply(
+        run,
+        run.tiles(width, ARRIVALS),
+        [(rows, gate)],
+        into[0],
+        up_maps=run.maps(up, rows.dtype).data_ptr(),
+        up=into[1].data_ptr(),
+        stride=into[1].stride(0),
+        hidden=hidden.data_ptr(),
+        row_weights=plan.row_weights.data_ptr(),
+        **carried,
+    )
+    return hidden, rows
+
+
 def arrived_rows(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> torch.Tensor:
-    """The expert rows [R, K] alone, as :func:`project_arriving` with an operand of this width had them."""
+    """The expert rows [R, K] alone.
+
+    Args:
+        width: of a schedule for :data:`ARRIVALS`.
+    """
     rows, carried = _arriving_rows(tokens, width, plan, run)
     _carry(rows, run, carried)
     return rows
+
+
+def _rows_and_couriers(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> tuple[torch.Tensor, dict]:
+    """The expert rows [R, K], all of them where dispatch does not overlap, and what the GEMM carries otherwise."""
+    rows, carried = _arriving_rows(tokens, width, plan, run)
+    if run.overlaps_dispatch:
+        return rows, carried
+    _carry(rows, run, carried)
+    return rows, {}
 
 
 def _arriving_rows(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> tuple[torch.Tensor, dict]:

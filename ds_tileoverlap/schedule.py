@@ -62,6 +62,11 @@ class Schedule(NamedTuple):
     num_bands: int
 
 
+def gated_width(width: int) -> int:
+    """Columns of a schedule whose tiles take as many of the gate as of up: 1408 of each are 11 tiles, 2816 columns."""
+    return -(-width // (TILE_N // 2)) * TILE_N
+
+
 @dataclass(frozen=True)
 class Returns:
     """How rows come home; the same on every rank of the group.

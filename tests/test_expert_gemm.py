@@ -304,6 +304,46 @@ def test_a_second_pair_of_operands_is_added(op, shape, transposed):
     assert torch.equal(run(op, p, 10), first)
 
 
+def run_gated(op, p, up_weights, row_weights, num_sms, joint):
+    """Gate, up [R, N] and the hidden rows of both, in one kernel on dirty memory."""
+    items = schedule.plain_items(p.routes, RANK, schedule.gated_width(p.n), p.aligns_owners)
+    table = words_of_items(items).to(DEVICE)
+    num_items, claimed = torch.tensor([[len(items)], [0]], dtype=torch.int32, device=DEVICE)
+    both = [amid_nan(len(p.a), 2 * p.n if joint else p.n, p.dtype, fill=False) for _ in range(1 if joint else 2)]
+    gate, up = both[0][0].chunk(2, 1) if joint else (matrix for matrix, _ in both)
+    hidden, memory = amid_nan(len(p.a), p.n, p.dtype, fill=False)
+    op.expert_gemm(
+        a=p.a.data_ptr(), b_maps=p.maps(op, p.weights).data_ptr(), up_maps=p.maps(op, up_weights).data_ptr(),
+        c=gate.data_ptr(), up=up.data_ptr(), stride=up.stride(0), hidden=hidden.data_ptr(),
+        row_weights=row_weights.data_ptr(), items=table.data_ptr(), num_items=num_items.data_ptr(),
+        claimed=claimed.data_ptr(), num_rows=len(p.a), n=p.n, k=p.k, is_half=p.dtype == torch.float16,
+        b_is_transposed=False, num_sms=num_sms, stream=torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    assert not claimed
+    assert all(is_untouched_around(*found) for found in (*both, (hidden, memory))), "written outside of the results"
+    return gate, up, hidden
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gate_and_up_at_once_equal_one_after_the_other(op, shape, joint):
+    at = SHAPES.index(shape)
+    dtype = (torch.bfloat16, torch.float16)[at % 2]
+    p = problem(at, *shape, dtype, False, (12, 1, 160, 40)[at % 4], aligns_owners=at % 3 == 1)
+    up_weights = weights_in_any_order(np.random.default_rng(at), len(p.weights), p.n, p.k, dtype, False)
+    row_weights = torch.rand(len(p.a), device=DEVICE)
+    gate, up, hidden = run_gated(op, p, up_weights, row_weights, all_sms(), joint)
+    assert torch.equal(gate, run(op, p, all_sms()))
+    again = run_gated(op, p, up_weights, row_weights, 10, joint)
+    assert all(torch.equal(a, b) for a, b in zip((gate, up, hidden), again))
+    p.weights = up_weights
+    assert torch.equal(up, run(op, p, all_sms()))
+    expected = torch.nn.functional.silu(gate.double()) * up.double() * row_weights.double().unsqueeze(1)
+    allowed = (ROUNDING[dtype] + 1e-5) * expected.abs() + SMALLEST
+    assert ((hidden.double() - expected).abs() <= allowed).all()
+
+
 def test_operands_of_more_than_two_to_the_31_elements(op):
     """A and C have more; their last rows lie beyond what 32 bits can count, in elements and in bytes."""
     k = n = 4096

@@ -116,7 +116,7 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     plan = dataclasses.replace(plan, **zeroed)
     settings = config.TileOverlapConfig(enabled=True, combine=combine, comm_sms=comm_sms, overlap_dispatch=not comm_sms)
     run = overlap_stages.Run(group, settings, WeightMaps(), peers, 128)
-    run.prepare(plan, {(128, schedule.ARRIVALS), (64, plan.returns)})
+    run.prepare(plan, {(128, schedule.ARRIVALS), (schedule.gated_width(128), schedule.ARRIVALS), (64, plan.returns)})
 
     def stages(name):
         return nullcontext()
@@ -128,11 +128,13 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     operands = [overlap_stages.Operand(f"input {i}", stack, False) for i, stack in enumerate(inputs)]
     results, expanded = overlap_stages.project_arriving(tokens, operands, plan, run)
     assert [result.shape for result in results] == [(40, 128)] * 2 and expanded.shape == (40, 64)
+    hidden, parts, _ = overlap._hidden_rows(tokens, overlap._input_operands(weights), weights, plan, run)
+    assert [part.shape for part in (hidden, *parts)] == [(40, 128)] * 3
     operand = overlap_stages.Operand("down", down, False)
     sums = overlap_stages.return_while_computed([(rows, operand)], plan, run, stages)
     assert sums.shape == (8, 64)
     grad_x, grad_weights, found = overlap.backward(
-        tokens, tokens, expanded, plan, [rows, rows], weights, set(form.slots), stages, run
+        tokens, tokens, expanded, plan, [rows, rows], weights, set(form.slots), stages, run, 128
     )
     assert grad_x.shape == (8, 64) and grad_weights.shape == (8, 2) and found.keys() == set(form.slots)
     spinning = {"expert_gemm", "run_couriers", "sum_slots", "place", "receive", "begin"}

@@ -208,8 +208,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         py::arg("b_is_transposed"));
     Fields<TileOverlapGemm> gemm = {FIELD(a), FIELD(b_maps), FIELD(c), FIELD(items), FIELD(num_items), FIELD(claimed),
                                     OPTIONAL(signals), OPTIONAL(epoch), OPTIONAL(panel_left), OPTIONAL(panel_tiles),
-                                    OPTIONAL(a2), OPTIONAL(b2_maps), OPTIONAL(k2), FIELD(num_rows), FIELD(n), FIELD(k),
-                                    FIELD(is_half), FIELD(b_is_transposed), FIELD(num_sms)};
+                                    OPTIONAL(a2), OPTIONAL(b2_maps), OPTIONAL(k2), OPTIONAL(up_maps), OPTIONAL(up),
+                                    OPTIONAL(stride), OPTIONAL(hidden), OPTIONAL(row_weights), FIELD(num_rows),
+                                    FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed), FIELD(num_sms)};
     module.def(
         "expert_gemm",
         [gemm](const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals, Address stream,

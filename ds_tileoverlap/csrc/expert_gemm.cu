@@ -1,6 +1,7 @@
 // The expert GEMM. A cluster of two CTAs takes one item at a time: two 128 x 256 tiles that share operand B (two bands
 // of rows, one column tile) or, for the last band of an expert, operand A (one band, two column tiles). The shared
-// operand is loaded once, half by each CTA, and multicast.
+// operand is loaded once, half by each CTA, and multicast. GATED: the first half of a tile's columns are the gate's, the
+// second half the same columns of up, so that one thread holds both and can make the hidden row of them.
 //
 //   loader      one thread a CTA fills a ring of shared-memory stages
 //   clerk       one thread a CTA: claims items and hands them to both CTAs through a queue (in CTA 0 only), and
@@ -35,12 +36,15 @@ struct Shared {
     int4 items[QUEUE];
 };
 
+__host__ __device__ constexpr int columns_of_tile(bool gated) { return gated ? TILE_N / 2 : TILE_N; }
+
 // One CTA's view of an item.
 struct Tile {
     int row, rows, expert, column, band, column_tile;
     bool is_last, shares_b, is_remote;
 };
 
+template <int GATED>
 __device__ __forceinline__ Tile tile_of(int4 raw, uint32_t rank) {
     Tile tile;
     tile.is_last = raw.x < 0;
@@ -52,7 +56,7 @@ __device__ __forceinline__ Tile tile_of(int4 raw, uint32_t rank) {
     tile.rows = min(raw.y - second * TILE_M, TILE_M);
     tile.band = raw.w + second;
     tile.column_tile = (static_cast<uint32_t>(raw.z) >> 16) + (tile.shares_b ? 0 : rank);
-    tile.column = tile.column_tile * TILE_N;
+    tile.column = tile.column_tile * columns_of_tile(GATED);
     return tile;
 }
 
@@ -91,13 +95,16 @@ struct Scheduler {
     }
 };
 
-// Operand B of one stage. Where the item shares it, each CTA loads half for both.
-template <int B_TRANSPOSED>
-__device__ __forceinline__ void load_b(uint8_t* b, const CUtensorMap* map, uint64_t* full, const Tile& tile, int k,
-                                       uint32_t rank) {
+// Operand B of one stage. Where the item shares it, each CTA loads half for both. The second half comes from a map of its
+// own if gated.
+template <int B_TRANSPOSED, int GATED>
+__device__ __forceinline__ void load_b(uint8_t* b, const CUtensorMap* map, const CUtensorMap* second_map, uint64_t* full,
+                                       const Tile& tile, int k, uint32_t rank) {
+    int second_column = GATED ? tile.column : tile.column + TILE_N / 2;
     if (tile.shares_b) {
         b += rank * (B_BYTES / 2);
-        int column = tile.column + rank * (TILE_N / 2);
+        int column = rank ? second_column : tile.column;
+        if (GATED && rank) map = second_map;
         if constexpr (B_TRANSPOSED) {
             load_box_to_both(b, map, full, column, k);
             load_box_to_both(b + B_BYTES / 4, map, full, column + 64, k);
@@ -108,7 +115,7 @@ __device__ __forceinline__ void load_b(uint8_t* b, const CUtensorMap* map, uint6
         for (int i = 0; i < 4; i++) load_box(b + i * (B_BYTES / 4), map, full, tile.column + i * 64, k);
     } else {
         load_box(b, map, full, k, tile.column);
-        load_box(b + B_BYTES / 2, map, full, k, tile.column + TILE_N / 2);
+        load_box(b + B_BYTES / 2, GATED ? second_map : map, full, k, second_column);
     }
 }
 
@@ -133,14 +140,14 @@ struct Operands {
 };
 
 // One thread.
-template <int B_TRANSPOSED>
-__device__ void load(Shared& shared, uint8_t* stages, Operands operands, Operands second,
+template <int B_TRANSPOSED, int GATED>
+__device__ void load(Shared& shared, uint8_t* stages, Operands operands, Operands second, const CUtensorMap* up_maps,
                      const TileOverlapArrivals& arrivals, uint32_t rank) {
     QueueReader queue;
     Ring<STAGES> ring;
     int mapped = -1;
     while (true) {
-        Tile tile = tile_of(queue.read(shared), rank);
+        Tile tile = tile_of<GATED>(queue.read(shared), rank);
         if (tile.is_last) return;
         barrier_expect(&shared.item_full[queue.ring.slot], 16);  // the next item in this slot
         queue.release(shared);
@@ -148,6 +155,7 @@ __device__ void load(Shared& shared, uint8_t* stages, Operands operands, Operand
         if (tile.expert != mapped) {
             acquire_map(operands.b + tile.expert);
             if (second.k) acquire_map(second.b + tile.expert);
+            if (GATED) acquire_map(up_maps + tile.expert);
             mapped = tile.expert;
         }
         wait_for_band(arrivals, tile.band);
@@ -158,7 +166,8 @@ __device__ void load(Shared& shared, uint8_t* stages, Operands operands, Operand
                 uint8_t* a = stages + ring.slot * STAGE_BYTES;
                 barrier_expect(full, STAGE_BYTES);
                 load_a(a, pair.a, full, tile, block * TILE_K, rank);
-                load_b<B_TRANSPOSED>(a + A_BYTES, pair.b + tile.expert, full, tile, block * TILE_K, rank);
+                load_b<B_TRANSPOSED, GATED>(a + A_BYTES, pair.b + tile.expert, up_maps + tile.expert, full, tile,
+                                            block * TILE_K, rank);
                 ring.advance();
             }
         };
@@ -211,9 +220,56 @@ __device__ __forceinline__ void store(const float (&sums)[128], T* c, int row, i
     }
 }
 
-template <typename T, int B_TRANSPOSED>
-__device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int num_blocks, int group,
-                         uint32_t rank) {
+// What becomes of gate and up.
+template <typename T>
+struct Gate {
+    T* up;
+    T* hidden;
+    const float* row_weights;
+    int stride;
+};
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1 + __expf(-x)); }
+
+// Writes a warpgroup's 64 x 128 sums of the gate, of up, and the hidden rows of both.
+template <typename T>
+__device__ __forceinline__ void store_gated(const float (&sums)[128], T* gate, const Gate<T>& with, int row, int rows,
+                                            int column, int n) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32, q = lane % 4;
+    int in_tile = warp * 16 + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        bool inside = in_tile + half * 8 < rows;
+        int64_t line = row + in_tile + half * 8;
+        float weight = inside ? with.row_weights[line] : 0;
+#pragma unroll
+        for (int group = 0; group < 4; group++) {
+            uint32_t g[4], u[4], h[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int at = (group * 4 + j) * 4 + half * 2;
+                g[j] = pack(sums[at], sums[at + 1], T{});
+                u[j] = pack(sums[64 + at], sums[64 + at + 1], T{});
+                // From rounded values, as backward will have them.
+                float2 gate_pair = unpack(g[j], T{}), up_pair = unpack(u[j], T{});
+                h[j] = pack(silu(gate_pair.x) * up_pair.x * weight, silu(gate_pair.y) * up_pair.y * weight, T{});
+            }
+            transpose_in_quad(g, q);
+            transpose_in_quad(u, q);
+            transpose_in_quad(h, q);
+            int at = column + group * 32 + q * 8;
+            if (inside && at < n) {
+                *reinterpret_cast<uint4*>(gate + line * with.stride + at) = make_uint4(g[0], g[1], g[2], g[3]);
+                *reinterpret_cast<uint4*>(with.up + line * with.stride + at) = make_uint4(u[0], u[1], u[2], u[3]);
+                *reinterpret_cast<uint4*>(with.hidden + line * n + at) = make_uint4(h[0], h[1], h[2], h[3]);
+            }
+        }
+    }
+}
+
+template <typename T, int B_TRANSPOSED, int GATED>
+__device__ void multiply(Shared& shared, const uint8_t* stages, T* c, const Gate<T>& gate, int n, int num_blocks,
+                         int group, uint32_t rank) {
     // Sixteen k further: 16 rows of a transposed B, otherwise 32 bytes along each row.
     constexpr uint32_t A_STEP = 2, B_STEP = B_TRANSPOSED ? 16 * 128 / 16 : 2, B_NEXT = B_TRANSPOSED ? B_BYTES / 4 / 16 : 1;
     uint32_t first_stage = (shared_address(stages) & 0x3ffff) / 16;  // within this CTA
@@ -226,7 +282,7 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int
         if (lane < 2) barrier_arrive_in_cta(&shared.empty[slot], lane);
     };
     while (true) {
-        Tile tile = tile_of(queue.read(shared), rank);
+        Tile tile = tile_of<GATED>(queue.read(shared), rank);
         if (tile.is_last) return;
         __syncwarp();
         if (lane == 0) queue.release(shared);
@@ -249,7 +305,10 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int
             }
             wgmma_wait<0>();
             release(last);
-            store(sums, c, row, rows, tile.column, n);
+            if constexpr (GATED)
+                store_gated(sums, c, gate, row, rows, tile.column, n);
+            else
+                store(sums, c, row, rows, tile.column, n);
         } else {
             for (int block = 0; block < num_blocks; block++) {
                 barrier_wait(&shared.full[ring.slot], ring.parity);
@@ -264,13 +323,14 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, int n, int
 }
 
 // Keeps its place in the queue until both warpgroups have stored, so none of them is ever a whole queue ahead of it.
+template <int GATED>
 __device__ void keep_books(Shared& shared, Scheduler scheduler, uint32_t* signals, uint32_t* panel_left,
                            int panel_tiles, uint32_t epoch, int n, uint32_t rank) {
     QueueReader queue;
-    int column_tiles = (n + TILE_N - 1) / TILE_N;
+    int column_tiles = (n + columns_of_tile(GATED) - 1) / columns_of_tile(GATED);
     for (int i = 0; i < QUEUE && rank == 0; i++) scheduler.send_next(shared);
     while (true) {
-        Tile tile = tile_of(queue.read(shared), rank);
+        Tile tile = tile_of<GATED>(queue.read(shared), rank);
         if (tile.is_last) return;
         for (int group = 0; group < 2; group++) {
             barrier_wait(&shared.stored[group][queue.ring.slot], queue.ring.parity);
@@ -285,11 +345,11 @@ __device__ void keep_books(Shared& shared, Scheduler scheduler, uint32_t* signal
     }
 }
 
-template <typename T, int B_TRANSPOSED>
+template <typename T, int B_TRANSPOSED, int GATED>
 __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
     expert_gemm(const __grid_constant__ CUtensorMap a_map, const CUtensorMap* b_maps,
-                const __grid_constant__ CUtensorMap a2_map, const CUtensorMap* b2_maps, T* c, const int4* items,
-                const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, uint32_t* panel_left,
+                const __grid_constant__ CUtensorMap a2_map, const CUtensorMap* b2_maps, const CUtensorMap* up_maps, T* c,
+                Gate<T> gate, const int4* items, const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, uint32_t* panel_left,
                 int panel_tiles, int n, int k, int k2, const __grid_constant__ TileOverlapCourier courier,
                 const __grid_constant__ TileOverlapArrivals arrivals) {
     extern __shared__ uint8_t dynamic[];
@@ -318,11 +378,11 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         give_registers<REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp == LOADER) {
-            if (lane == 0) load<B_TRANSPOSED>(shared, stages, operands, second, arrivals, rank);
+            if (lane == 0) load<B_TRANSPOSED, GATED>(shared, stages, operands, second, up_maps, arrivals, rank);
         } else if (warp == CLERK) {
             Scheduler scheduler = {items, *num_items, claimed, static_cast<int>(gridDim.x / 2)};
             if (lane == 0)
-                keep_books(shared, scheduler, signals, panel_left, panel_tiles, signals ? *epoch : 0, n, rank);
+                keep_books<GATED>(shared, scheduler, signals, panel_left, panel_tiles, signals ? *epoch : 0, n, rank);
         } else {
             run_courier<T>(courier, gridDim.x * NUM_COURIERS);
             place_arrivals(arrivals, gridDim.x * NUM_COURIERS);
@@ -330,7 +390,8 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         __syncwarp();
     } else {
         take_registers<MATH_REGISTERS>();
-        multiply<T, B_TRANSPOSED>(shared, stages, c, n, operands.num_blocks() + second.num_blocks(), group - 1, rank);
+        int num_blocks = operands.num_blocks() + second.num_blocks();
+        multiply<T, B_TRANSPOSED, GATED>(shared, stages, c, gate, n, num_blocks, group - 1, rank);
     }
     cluster_sync();  // no CTA leaves while the other may still write to its shared memory
 }
@@ -361,7 +422,7 @@ int encode(CUtensorMap* map, const void* matrix, uint64_t rows, uint64_t columns
                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-template <typename T, int B_TRANSPOSED>
+template <typename T, int B_TRANSPOSED, int GATED>
 int launch(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals,
            cudaStream_t stream) {
     CUtensorMap a_map = {}, a2_map = {};
@@ -369,19 +430,23 @@ int launch(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const
         if (int error = encode(&a_map, gemm.a, gemm.num_rows, gemm.k, TILE_M / 2, gemm.is_half)) return error;
     if (gemm.k2 > 0 && gemm.num_rows > 0)
         if (int error = encode(&a2_map, gemm.a2, gemm.num_rows, gemm.k2, TILE_M / 2, gemm.is_half)) return error;
-    if (int error = allow_shared_memory<expert_gemm<T, B_TRANSPOSED>>(SHARED_BYTES)) return error;
-    expert_gemm<T, B_TRANSPOSED><<<gemm.num_sms / 2 * 2, THREADS, SHARED_BYTES, stream>>>(
+    if (int error = allow_shared_memory<expert_gemm<T, B_TRANSPOSED, GATED>>(SHARED_BYTES)) return error;
+    Gate<T> gate = {static_cast<T*>(gemm.up), static_cast<T*>(gemm.hidden), gemm.row_weights, gemm.stride};
+    expert_gemm<T, B_TRANSPOSED, GATED><<<gemm.num_sms / 2 * 2, THREADS, SHARED_BYTES, stream>>>(
         a_map, static_cast<const CUtensorMap*>(gemm.b_maps), a2_map, static_cast<const CUtensorMap*>(gemm.b2_maps),
-        static_cast<T*>(gemm.c), reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals,
-        gemm.epoch, gemm.panel_left, gemm.panel_tiles, gemm.n, gemm.k, gemm.k2, courier, arrivals);
+        static_cast<const CUtensorMap*>(gemm.up_maps), static_cast<T*>(gemm.c), gate,
+        reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals, gemm.epoch,
+        gemm.panel_left, gemm.panel_tiles, gemm.n, gemm.k, gemm.k2, courier, arrivals);
     return cudaGetLastError();
 }
 
 template <typename T>
 int launch_typed(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals,
                  cudaStream_t stream) {
-    return gemm.b_is_transposed ? launch<T, 1>(gemm, courier, arrivals, stream)
-                                : launch<T, 0>(gemm, courier, arrivals, stream);
+    if (gemm.up_maps != nullptr && gemm.b_is_transposed) return cudaErrorNotSupported;
+    if (gemm.up_maps != nullptr) return launch<T, 0, 1>(gemm, courier, arrivals, stream);
+    return gemm.b_is_transposed ? launch<T, 1, 0>(gemm, courier, arrivals, stream)
+                                : launch<T, 0, 0>(gemm, courier, arrivals, stream);
 }
 
 }  // namespace

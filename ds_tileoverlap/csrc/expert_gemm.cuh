@@ -1,4 +1,5 @@
-// Grouped GEMM over a rank's experts: C[rows of e] = A[rows of e] B_e^T for every expert e, in one persistent kernel.
+// Grouped GEMM over a rank's experts: C[rows of e] = A[rows of e] B_e^T for every expert e, in one persistent kernel;
+// or two of them, gate and up, and what a SwiGLU makes of both.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -14,7 +15,7 @@ struct TileOverlapItem {
     int row;               // first row
     int rows;              // rows of the expert from there on, 1 to 256
     uint16_t expert;       // whose B; TILEOVERLAP_REMOTE is added where rows of the item have to travel
-    uint16_t column_tile;  // first column / 256
+    uint16_t column_tile;  // first column / 256, or 128 of gate and up
     int band;              // index of the first row's band in the ready signals
 };
 
@@ -35,6 +36,12 @@ struct TileOverlapGemm {
     const void* a2;          // [num_rows, k2]
     const void* b2_maps;
     int k2;
+    // Gate and up in one: B and C above are the gate's, an item's column tile is 128 columns of both; null: plain.
+    const void* up_maps;
+    void* up;                // [num_rows, n]
+    int stride;              // elements from row to row of the gate's C and of up
+    void* hidden;            // [num_rows, n], contiguous: row_weights * silu(gate) * up
+    const float* row_weights;  // [num_rows]
     int num_rows, n, k;
     int is_half;             // 0: bfloat16, 1: float16
     int b_is_transposed;     // 0: B_e is [n, k], 1: B_e is [k, n]

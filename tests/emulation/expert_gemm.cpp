@@ -1,6 +1,7 @@
 // The expert GEMM in plain C++: item by item as scheduled, with the same signals, waits and couriers.
 #include "expert_gemm.cuh"
 
+#include <cmath>
 #include <thread>
 
 #include "arrivals.cuh"
@@ -22,7 +23,8 @@ void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const T
     // Couriers are there from the beginning, the GEMM takes its time.
     std::thread beside(couriers);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    int column_tiles = (gemm.n + TILE_N - 1) / TILE_N;
+    int tile_n = gemm.up_maps ? TILE_N / 2 : TILE_N, column_tiles = (gemm.n + tile_n - 1) / tile_n;
+    int64_t stride = gemm.up_maps ? gemm.stride : gemm.n;
     const T* a = static_cast<const T*>(gemm.a);
     auto dot = [&](const T* a, const void* maps, int expert, int column, int k) {
         const Map& map = *reinterpret_cast<const Map*>(static_cast<const char*>(maps) + expert * 128);
@@ -42,12 +44,17 @@ void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const T
             if (tile >= column_tiles) continue;
             emulation::launch(1, 1, 0, [&] { wait_for_band(arrivals, band); });
             for (int r = row; r < row + rows; r++)
-                for (int column = tile * TILE_N; column < min((tile + 1) * TILE_N, gemm.n); column++) {
+                for (int column = tile * tile_n; column < min((tile + 1) * tile_n, gemm.n); column++) {
                     float sum = dot(a + static_cast<int64_t>(r) * gemm.k, gemm.b_maps, expert, column, gemm.k);
                     if (gemm.k2)
                         sum += dot(static_cast<const T*>(gemm.a2) + static_cast<int64_t>(r) * gemm.k2, gemm.b2_maps, expert,
                                    column, gemm.k2);
-                    static_cast<T*>(gemm.c)[static_cast<int64_t>(r) * gemm.n + column] = from_float(sum, T{});
+                    T& gate = static_cast<T*>(gemm.c)[r * stride + column] = from_float(sum, T{});
+                    if (!gemm.up_maps) continue;
+                    sum = dot(a + static_cast<int64_t>(r) * gemm.k, gemm.up_maps, expert, column, gemm.k);
+                    T& up = static_cast<T*>(gemm.up)[r * stride + column] = from_float(sum, T{});
+                    float x = to_float(gate), hidden = x / (1 + std::exp(-x)) * to_float(up) * gemm.row_weights[r];
+                    static_cast<T*>(gemm.hidden)[static_cast<int64_t>(r) * gemm.n + column] = from_float(hidden, T{});
                 }
             for (int group = 0; gemm.signals && group < 2; group++)
                 publish(gemm.signals + (static_cast<int64_t>(band) * column_tiles + tile) * 2 + group, *gemm.epoch);
