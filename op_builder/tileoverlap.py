@@ -95,6 +95,21 @@ def _csrc() -> Path:
     return installed if installed.is_dir() else here.parent / "ds_tileoverlap" / "csrc"
 
 
+def stale_lock() -> Path | None:
+    """The lock that a killed build left behind, if there is one."""
+    lock = Path(cpp_extension._get_build_directory(TileOverlapBuilder.NAME, verbose=False)) / "lock"
+    age_s = _age_of(lock)
+    return lock if age_s is not None and age_s > STALE_LOCK_S else None
+
+
+def _age_of(path: Path) -> float | None:
+    """Seconds since the file was written; ``None`` where it is not there."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
 def _wait_for_lock(build_directory: Path) -> None:
     """Waits for another rank's build; torch would wait for a killed one for ever, without a word."""
     lock, binary = build_directory / "lock", build_directory / f"{TileOverlapBuilder.NAME}.so"
@@ -105,11 +120,7 @@ def _wait_for_lock(build_directory: Path) -> None:
             )
         return
     said = time.monotonic()
-    while lock.exists():
-        try:
-            age_s = time.time() - lock.stat().st_mtime
-        except FileNotFoundError:
-            return
+    while (age_s := _age_of(lock)) is not None:
         if age_s > STALE_LOCK_S:
             raise RuntimeError(
                 f"ds_tileoverlap: a build that began {age_s / 60:.0f} minutes ago never ended: "
