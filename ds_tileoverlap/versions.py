@@ -1,8 +1,10 @@
 """The versions this package is tested with: one table for the installer, the import check and the README."""
 
+import contextlib
 import re
 import sys
 from importlib import metadata
+from types import ModuleType
 
 # name -> (first tested version, first version known or suspected not to work; None where no limit is known)
 TESTED = {
@@ -53,10 +55,10 @@ def check() -> None:
     Raises:
         ImportError: names every package outside its tested range, the version found and what is expected.
     """
-    import deepspeed
     import torch
     import triton
 
+    deepspeed = _deepspeed()
     found = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": torch.__version__,
@@ -64,6 +66,17 @@ def check() -> None:
         "deepspeed": deepspeed.__version__,
     }
     _refuse(found)
+
+
+def _deepspeed() -> ModuleType:
+    """DeepSpeed; what it says while it is imported goes to stderr, as stdout may be a command's (``--json``)."""
+    if "deepspeed" in sys.modules:
+        return sys.modules["deepspeed"]
+    with contextlib.redirect_stdout(sys.stderr):
+        import deepspeed
+    for handler in deepspeed.utils.logger.handlers:
+        handler.setStream(sys.stdout)
+    return deepspeed
 
 
 def _refuse(found: dict[str, str]) -> None:
