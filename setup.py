@@ -20,15 +20,17 @@ setup(
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=["ds_tileoverlap", "ds_tileoverlap.op_builder"],
+    packages=["ds_tileoverlap", "ds_tileoverlap.ckpt", "ds_tileoverlap.op_builder"],
     package_dir={"ds_tileoverlap.op_builder": "op_builder"},
     package_data={"ds_tileoverlap": ["csrc/*"]},
     python_requires=f">={versions['TESTED']['python'][0]}",
-    install_requires=[versions["requirement"](name) for name in ("torch", "triton", "deepspeed")],
+    entry_points={"console_scripts": ["ds-tileoverlap = ds_tileoverlap.cli:main"]},
+    install_requires=[versions["requirement"](name) for name in ("torch", "triton", "deepspeed")]
+    + ["pyyaml", "rich", "safetensors", "tqdm"],
     extras_require={
-        "example": ["matplotlib", "tqdm", "ninja"],
-        "test": ["matplotlib", "tqdm", "ninja", "pytest>=8", "pyyaml", "ruff==0.17.6", transformers],
-        "benchmark": ["pyyaml", transformers],
+        "example": ["matplotlib", "ninja"],
+        "test": ["matplotlib", "ninja", "pytest>=8", "ruff==0.17.6", transformers],
+        "benchmark": [transformers],
     },
     **ahead_of_time,
 )

@@ -1,0 +1,24 @@
+"""The command ``ds-tileoverlap``, also ``python -m ds_tileoverlap``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from .ckpt import command as ckpt
+
+# Name -> (what it is for, a function that adds its arguments; it sets ``run``, from the arguments to the exit code).
+COMMANDS = {"ckpt": ("inspect and convert checkpoints of MoE models", ckpt.add_arguments)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code, 0 where all is well, 1 where something was found, 2 for wrong usage."""
+    parser = argparse.ArgumentParser("ds-tileoverlap", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (purpose, add_arguments) in COMMANDS.items():
+        add_arguments(commands.add_parser(name, help=purpose, description=purpose))
+    parsed = parser.parse_args(arguments)
+    # A job that is ended cleans up as one that is interrupted does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return parsed.run(parsed)
