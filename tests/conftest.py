@@ -48,6 +48,15 @@ def two_gpus():
 
 
 @pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """``folders(family)``: a tiny model's Hugging Face folder and its DeepSpeed checkpoint; leave them as they are."""
+    from checkpoint_folders import make
+
+    made = {}
+    return lambda family: made.get(family) or made.setdefault(family, make(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
 def op():
     """The compiled operator."""
     from ds_tileoverlap.op_builder.tileoverlap import TileOverlapBuilder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,15 +35,15 @@ class MoELayer:
     """The experts of one layer.
 
     Attributes:
-        prefix: the name of the MoE module in the model.
         num_experts: how many experts there have to be.
         place: where an expert is, with ``{expert}`` for its number: a file, or a folder and the beginning of its names.
-        experts: number -> name within the expert -> tensor.
+        prefix: the name of the MoE module in the model.
+        experts: number -> name within the expert -> tensor; none where its file has told nothing, a fault of its own.
     """
 
-    prefix: str
     num_experts: int
     place: str
+    prefix: str = ""
     experts: dict[int, dict[str, Entry]] = field(default_factory=dict)
 
     def where(self, expert: int) -> str:
@@ -55,16 +55,17 @@ class MoELayer:
     def extra(self) -> list[int]:
         return sorted(set(self.experts) - set(range(self.num_experts)))
 
-    def faults(self, dtype: torch.dtype) -> Iterator[str]:
-        """What distinguishes an expert from most others of this layer, or from ``dtype``."""
+    def faults(self, dtypes: dict[str, torch.dtype]) -> Iterator[str]:
+        """What distinguishes an expert from most others of this layer, or a tensor of one from ``dtypes``."""
         expected = f"experts 0 to {self.num_experts - 1}" if self.num_experts else "no such layer"
         for expert in self.missing():
             yield f"{self.where(expert)}: missing, expected {expected}"
         for expert in self.extra():
             yield f"{self.where(expert)}: extra, expected {expected}"
-        kinds = Counter(frozenset((n, e.shape) for n, e in tensors.items()) for tensors in self.experts.values())
+        known = {expert: tensors for expert, tensors in sorted(self.experts.items()) if tensors}
+        kinds = Counter(frozenset((name, e.shape) for name, e in tensors.items()) for tensors in known.values())
         usual = dict(max(kinds, key=kinds.get, default=()))
-        for expert, tensors in sorted(self.experts.items()):
+        for expert, tensors in known.items():
             for name in sorted(usual.keys() - tensors.keys()):
                 yield f"{self.where(expert)}: {name}: missing, expected shape {list(usual[name])} as in other experts"
             for name, entry in tensors.items():
@@ -72,8 +73,8 @@ class MoELayer:
                     yield f"{entry}: extra, expected {', '.join(sorted(usual))} as in other experts"
                 elif entry.shape != usual[name]:
                     yield f"{entry}: got shape {list(entry.shape)}, expected {list(usual[name])} as in other experts"
-                elif entry.dtype != dtype:
-                    yield f"{entry}: got {entry.dtype}, expected {dtype} as in other experts"
+                elif entry.dtype != dtypes[name]:
+                    yield f"{entry}: got {entry.dtype}, expected {dtypes[name]} as in other experts"
 
 
 @dataclass
@@ -109,16 +110,23 @@ class Checkpoint:
             self.faults.append(f"{file}: missing")
             return {}
         try:
-            return read(file)
+            if content := read(file):
+                return content
+            raise ValueError("it holds nothing")
         except Exception as error:  # noqa: BLE001 - a broken file makes its reader raise anything
-            self.faults.append(f"{file}: cannot be read, is it truncated? {type(error).__name__}: {_first_line(error)}")
-            return {}
+            why = str(error).strip().partition("\n")[0]
+            self.faults.append(f"{file}: cannot be read, it may be truncated: {type(error).__name__}: {why}")
+        return {}
 
     def judge(self) -> Checkpoint:
         """Adds the faults of the layers."""
-        dtypes = Counter(e.dtype for layer in self.layers for expert in layer.experts.values() for e in expert.values())
+        seen = defaultdict(Counter)
+        for tensors in (tensors for layer in self.layers for tensors in layer.experts.values()):
+            for name, entry in tensors.items():
+                seen[name][entry.dtype] += 1
+        dtypes = {name: counts.most_common(1)[0][0] for name, counts in seen.items()}
         for layer in self.layers:
-            self.faults += layer.faults(max(dtypes, key=dtypes.get, default=None))
+            self.faults += layer.faults(dtypes)
         return self
 
 
@@ -143,7 +151,7 @@ def open_checkpoint(path: Path, tag: str | None = None) -> Checkpoint:
 
 
 def _open_deepspeed(checkpoint: Checkpoint, tag: str | None) -> Checkpoint:
-    tag = tag or (checkpoint.path / "latest").read_text(encoding="utf-8").strip()
+    tag = tag or (checkpoint.path / "latest").read_text(encoding="utf-8", errors="replace").strip()
     folder = checkpoint.path / tag
     checkpoint.facts["tag"] = tag
     if not folder.is_dir():
@@ -188,24 +196,24 @@ def _deepspeed_layers(checkpoint: Checkpoint, folder: Path, numbers: Any) -> lis
     known = dict(enumerate(numbers)) if isinstance(numbers, list) else {}
     for layer, expert in files:
         known[layer] = known.get(layer, 0) if isinstance(numbers, list) else max(known.get(layer, 0), expert + 1)
-    layers = {
-        i: MoELayer(f"MoE layer {i}", known[i], str(folder / EXPERT_STATES.replace("{layer}", str(i))))
-        for i in sorted(known)
-    }
-    prefixes = {}
+    places = {layer: str(folder / EXPERT_STATES.replace("{layer}", str(layer))) for layer in sorted(known)}
+    layers = {layer: MoELayer(known[layer], place) for layer, place in places.items()}
     for (layer, expert), file in sorted(files.items()):
-        tensors = {}
-        for key, entry in _tensors(checkpoint, file, checkpoint.attempt(file, load)).items():
-            match = _DEEPSPEED_EXPERT.fullmatch(key)
-            if match and int(match[2]) == expert and prefixes.setdefault(layer, match[1]) == match[1]:
-                tensors[match[3]] = entry
-            else:
-                expected = f"{prefixes.get(layer, '<prefix>')}.deepspeed_moe.experts.deepspeed_experts.{expert}.<name>"
-                checkpoint.faults.append(f"{entry}: got this key, expected {expected}")
-        layers[layer].experts[expert] = tensors
-    for layer, prefix in prefixes.items():
-        layers[layer].prefix = prefix
+        layers[layer].experts[expert] = _expert(checkpoint, layers[layer], expert, file)
     return list(layers.values())
+
+
+def _expert(checkpoint: Checkpoint, layer: MoELayer, expert: int, file: Path) -> dict[str, Entry]:
+    """The tensors of one expert's file; the first one of a layer tells the layer's prefix."""
+    tensors = {}
+    for key, entry in _tensors(checkpoint, file, checkpoint.attempt(file, load)).items():
+        match = _DEEPSPEED_EXPERT.fullmatch(key)
+        if match and int(match[2]) == expert and match[1] == (layer.prefix or match[1]):
+            layer.prefix, tensors[match[3]] = match[1], entry
+        else:
+            expected = f"{layer.prefix or '<prefix>'}.deepspeed_moe.experts.deepspeed_experts.{expert}.<name>"
+            checkpoint.faults.append(f"{entry}: got this key, expected {expected}")
+    return tensors
 
 
 def _open_hf(checkpoint: Checkpoint) -> Checkpoint:
@@ -223,9 +231,9 @@ def _open_hf(checkpoint: Checkpoint) -> Checkpoint:
     layers: dict[str, MoELayer] = {}
     for key, entry in (item for entries in found.values() for item in entries.items()):
         if match := _HF_EXPERT.fullmatch(key):
-            prefix, expert, name = match[1], int(match[2]), match[3]
-            layer = layers.setdefault(prefix, MoELayer(prefix, 0, f"{path}: {prefix}.experts.{{expert}}"))
-            layer.experts.setdefault(expert, {})[name] = entry
+            prefix, expert, name = match.groups()
+            layer = layers.setdefault(prefix, MoELayer(0, f"{path}: {prefix}.experts.{{expert}}", prefix))
+            layer.experts.setdefault(int(expert), {})[name] = entry
         else:
             checkpoint.others[key] = entry
     checkpoint.layers = [layers[prefix] for prefix in sorted(layers, key=_numbers_as_such)]
@@ -249,7 +257,3 @@ def read_json(file: Path) -> dict[str, Any]:
 def _numbers_as_such(name: str) -> list[tuple[int, str]]:
     """A key that sorts ``layers.10`` after ``layers.9``, as modules come."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

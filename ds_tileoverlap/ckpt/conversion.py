@@ -77,6 +77,8 @@ def convert(
         CheckpointError: the source is incomplete, corrupt, or no model of the family.
     """
     _check_target(source, target)
+    if tag is not None and Path(tag).name != tag:
+        raise UsageError(f"--tag: got {tag!r}, expected the name of a folder in the checkpoint")
     checkpoint = open_checkpoint(source, tag if to == HF else None)
     if checkpoint.kind == to:
         raise UsageError(f"{source}: got a checkpoint of kind '{to}', expected the other kind for --to {to}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -66,8 +67,11 @@ class _Unknown(dict):
 def load(file: Path) -> dict[str, Any]:
     """What ``torch.save`` has written, mapped into memory; no code that the file names is run."""
     unknown = get_unsafe_globals_in_checkpoint(file)
-    with safe_globals([(_Unknown, name) for name in unknown]):
-        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        with safe_globals([(_Unknown, name) for name in unknown]):
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except UnpicklingError as error:  # torch's words advise to run what the file names; its reason stands behind them
+        raise ValueError(str(error.__context__ or error)) from None
     if not isinstance(content, dict):
         raise ValueError(f"got {type(content).__name__}, expected a dictionary")
     return content
@@ -91,6 +95,14 @@ def _values_of(file: Path) -> Callable[[str], torch.Tensor]:
         return safe_open(file, "pt").get_tensor
     state = load(file)
     return state.get("module", state).__getitem__
+
+
+def count_nonfinite(value: torch.Tensor) -> int:
+    """NaN and inf in ``value``."""
+    if not value.is_floating_point():
+        return 0
+    value = value.float() if value.dtype.itemsize == 1 else value
+    return value.numel() - int(value.isfinite().sum())
 
 
 def write_safetensors(file: Path, entries: dict[str, Entry], values: Iterable[torch.Tensor]) -> None:

@@ -14,15 +14,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from .checkpoint import Checkpoint, MoELayer
-from .files import Entry, read
-
-
-def count_nonfinite(value: torch.Tensor) -> int:
-    """NaN and inf in ``value``."""
-    if not value.is_floating_point():
-        return 0
-    value = value.float() if value.dtype.itemsize == 1 else value
-    return value.numel() - int(value.isfinite().sum())
+from .files import Entry, count_nonfinite, read
 
 
 def report(checkpoint: Checkpoint) -> dict[str, Any]:

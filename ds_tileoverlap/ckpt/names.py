@@ -87,20 +87,10 @@ FAMILIES = {
 
 
 def with_map(names: Names, file: Path) -> Names:
-    """``names`` for a model whose names on DeepSpeed's side differ: those of a YAML or JSON file.
+    """``names`` for a model that has others on DeepSpeed's side, from a YAML or JSON file (an example is in README.md).
 
-    The file holds ``to_hf`` and ``to_deepspeed``, lists of [regular expression, replacement]; each is needed in its
-    direction only. ``to_hf`` is applied before the family's pairs, ``to_deepspeed`` after them. For a model whose
-    blocks have the MoE module at ``mlp.moe`` and call their projections w1, w3 and w2::
-
-        to_hf:
-          - ['\\.mlp\\.moe\\.', '.mlp.']
-          - ['(deepspeed_experts\\.\\d+)\\.w1\\.', '\\1.gate_proj.']
-          - ...
-        to_deepspeed:
-          - ['\\.mlp\\.deepspeed_moe\\.', '.mlp.moe.deepspeed_moe.']
-          - ['(deepspeed_experts\\.\\d+)\\.gate_proj\\.', '\\1.w1.']
-          - ...
+    The file holds ``to_hf`` and ``to_deepspeed``, lists of [regular expression, replacement]; a conversion needs its
+    own direction only. ``to_hf`` is applied before the family's pairs, ``to_deepspeed`` after them.
 
     Raises:
         UsageError: the file is no such map; lists every fault.

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from . import files
 from .checkpoint import DEEPSPEED, HF, Checkpoint, num_experts
-from .files import Entry
-from .inspection import count_nonfinite
+from .files import DTYPES, Entry, count_nonfinite, read
 from .names import Names
 
 # DeepSeek-V3 routes wrongly with less precision.
@@ -71,7 +69,7 @@ class Plan:
         for name, entry in view.items():
             if "deepspeed_moe" in name:
                 yield f"{entry}: has no name on Hugging Face's side (try --map)"
-            if entry.dtype not in files.DTYPES.values():
+            if entry.dtype not in DTYPES.values():
                 yield f"{entry}: got {entry.dtype}, expected a dtype that safetensors files have"
 
     def _layer_faults(self, prefix: str, view: dict[str, Entry]) -> Iterator[str]:
@@ -103,7 +101,7 @@ class Plan:
         names = list(self.source) if names is None else names
         total = sum(self.source[name].nbytes for name in names)
         with tqdm(desc=doing, total=total, unit="B", unit_scale=True, disable=None) as bar:
-            for name, value in zip(names, files.read(self.source[name] for name in names)):
+            for name, value in zip(names, read(self.source[name] for name in names)):
                 yield value.to(self.target[name].dtype)
                 bar.update(self.source[name].nbytes)
 
