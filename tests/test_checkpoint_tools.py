@@ -216,7 +216,18 @@ def test_map_of_the_readme(folders, tmp_path, capsys):
     assert_equal(weights_in(tmp_path / "back"), weights_in(hf))
     capsys.readouterr()
     assert to_hf(tmp_path / "ds", tmp_path / "unmapped", hf) == 1
-    assert "no experts found, expected tensors that are called" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "got model.layers.1.mlp.moe, expected MoE layers at model.layers.<N>.mlp (try --map)" in said
+
+
+def test_projections_of_other_names_need_a_map(folders, tmp_path, capsys):
+    hf, _ = folders("qwen3_moe")
+    (tmp_path / "map.json").write_text(json.dumps({"to_deepspeed": [["gate_proj", "w1"]]}))
+    assert to_deepspeed(hf, tmp_path / "ds", "--map", str(tmp_path / "map.json")) == 0
+    assert to_hf(tmp_path / "ds", tmp_path / "back", hf) == 1
+    said = capsys.readouterr().err
+    assert "model.layers.0.mlp.experts.7.gate_proj.weight: missing, expected shape [24, 32]" in said
+    assert "got model.layers.1.mlp.experts.7.w1.weight, expected gate_proj.weight, up_proj.weight" in said
 
 
 @pytest.mark.parametrize(

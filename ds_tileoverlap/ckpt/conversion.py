@@ -37,10 +37,11 @@ COMPANIONS = (
 
 
 class CheckpointError(ValueError):
-    """The source cannot be converted; the message lists every fault. Nothing has been written."""
+    """The source cannot be converted; the message lists its faults, up to 50. Nothing has been written."""
 
     def __init__(self, source: Path, faults: list[str]):
-        super().__init__("\n  ".join([f"{source}: nothing was written, faults: {len(faults)}", *faults]))
+        rest = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
+        super().__init__("\n  ".join([f"{source}: nothing was written, faults: {len(faults)}", *faults[:50], *rest]))
 
 
 def convert(

@@ -37,10 +37,12 @@ class Names:
     """A family's names.
 
     Attributes:
-        projections: an expert's tensors on Hugging Face's side, with the letters of their shapes.
+        block: where a layer has its MoE block on Hugging Face's side.
+        projections: an expert's tensors there, with the letters of their shapes.
         to_hf, to_deepspeed: pairs that are applied one after the other.
     """
 
+    block: str
     projections: dict[str, str]
     to_hf: Pairs = _TO_HF
     to_deepspeed: Pairs = _TO_DEEPSPEED
@@ -58,10 +60,11 @@ def _renamed(name: str, pairs: Pairs) -> str:
     return name
 
 
-_SAME = Names(_PROJECTIONS)
+_SAME = Names("mlp", _PROJECTIONS)
 # Model type -> names. transformers calls Mixtral's block `mlp` in memory and `block_sparse_moe` on disk.
 FAMILIES = {
     "mixtral": Names(
+        "block_sparse_moe",
         {"w1.weight": "IH", "w3.weight": "IH", "w2.weight": "HI"},
         _TO_HF
         + (

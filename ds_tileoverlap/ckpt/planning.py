@@ -32,7 +32,7 @@ class Plan:
     def __init__(
         self, checkpoint: Checkpoint, names: Names, to: str, config: dict[str, Any], dtype: torch.dtype | None = None
     ):
-        self.projections, self.to, self.config = names.projections, to, config
+        self.names, self.to, self.config = names, to, config
         self.source: dict[str, Entry] = {}
         self.faults: list[str] = []
         rename = names.hf if to == HF else names.deepspeed
@@ -57,15 +57,16 @@ class Plan:
     def unlike_family(self) -> Iterator[str]:
         """What Hugging Face's side does not have as config.json says; transformers would fill it with random values."""
         view = {entry.key if self.to == DEEPSPEED else name: entry for name, entry in self.source.items()}
-        if not any(re.search(rf"\.experts\.\d+\.{re.escape(name)}$", key) for key in view for name in self.projections):
-            example = f"<prefix>.experts.0.{next(iter(self.projections))}"
-            yield f"no experts found, expected tensors that are called {example} on Hugging Face's side (try --map)"
-            return
-        for prefix in sorted({match[1] for name in view if (match := _OF_MOE_LAYER.fullmatch(name))}):
+        prefixes = sorted({match[1] for name in view if (match := _OF_MOE_LAYER.fullmatch(name))})
+        places = [prefix for prefix in prefixes if re.fullmatch(rf"model\.layers\.\d+\.{self.names.block}", prefix)]
+        if not places or places != prefixes:
+            other = ", ".join(sorted(set(prefixes) - set(places))) or "no MoE layer"
+            yield f"got {other}, expected MoE layers at model.layers.<N>.{self.names.block} (try --map)"
+        for prefix in places:
             yield from self._layer_faults(prefix, {n: e for n, e in view.items() if n.startswith(f"{prefix}.")})
-        layers = {int(match[1]) for name in view if (match := re.search(r"\.layers\.(\d+)\.", name))}
+        layers = {int(match[1]) for name in view if (match := re.match(r"model\.layers\.(\d+)\.", name))}
         for layer in sorted(set(range(self.config.get("num_hidden_layers", 0))) - layers):
-            yield f"layers.{layer}: missing, expected as many layers as config.json has in num_hidden_layers"
+            yield f"model.layers.{layer}: missing, expected as many layers as config.json has in num_hidden_layers"
         for name, entry in view.items():
             if "deepspeed_moe" in name:
                 yield f"{entry}: has no name on Hugging Face's side (try --map)"
@@ -73,7 +74,7 @@ class Plan:
                 yield f"{entry}: got {entry.dtype}, expected a dtype that safetensors files have"
 
     def _layer_faults(self, prefix: str, view: dict[str, Entry]) -> Iterator[str]:
-        number, projections = num_experts(self.config), self.projections
+        number, projections = num_experts(self.config), self.names.projections
         sizes = {"E": number, "H": self.config.get("hidden_size")}
         sizes["I"] = self.config.get("moe_intermediate_size") or self.config.get("intermediate_size")
         wanted = {f"{prefix}.experts.{e}.{name}": kind for e in range(number) for name, kind in projections.items()}
