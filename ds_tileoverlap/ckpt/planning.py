@@ -38,11 +38,9 @@ class Plan:
         rename = names.hf if to == HF else names.deepspeed
         for entry in checkpoint.tensors():
             name = rename(entry.key)
-            if name in self.source:
-                self.faults.append(
-                    f"{entry}: becomes {name} as {self.source[name].key} does, expected a name of its own"
-                )
-            self.source[name] = entry
+            if self.source.setdefault(name, entry) is not entry:
+                other = self.source[name].key
+                self.faults.append(f"{entry}: becomes {name} as {other} does, expected a name of its own")
         if to == DEEPSPEED and config.get("tie_word_embeddings") and EMBEDDINGS in self.source:
             # A state dict has a tied weight under both of its names, safetensors under one.
             self.source.setdefault(HEAD, self.source[EMBEDDINGS])
