@@ -6,10 +6,14 @@ import argparse
 import signal
 import sys
 
+from . import doctor
 from .ckpt import command as ckpt
 
 # Name -> (what it is for, a function that adds its arguments; it sets ``run``, from the arguments to the exit code).
-COMMANDS = {"ckpt": ("inspect and convert checkpoints of MoE models", ckpt.add_arguments)}
+COMMANDS = {
+    "ckpt": ("inspect and convert checkpoints of MoE models", ckpt.add_arguments),
+    "doctor": ("what this machine can do, what it cannot, and why", doctor.add_arguments),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """``ds-tileoverlap doctor``: what this machine can do, what it cannot, and why.
 
-Each check is a line: ``ok``; ``no``, what this machine does not have and what follows; or ``fault``, to be put right. The
-last check trains a small layer on two ranks, on GPUs where there are two.
+Each check is a line: ``ok``; ``no``, what this machine does not have, and what follows; or ``fault``, to be put right.
+The last one trains a small layer on two ranks, on GPUs where there are two.
 """
 
 from __future__ import annotations

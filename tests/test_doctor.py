@@ -1,18 +1,15 @@
 """The report about a machine: its checks, its exit codes, its JSON, and the archive for whoever has to help."""
 
-import argparse
 import json
 import tarfile
 
 import pytest
 
-from ds_tileoverlap import doctor
+from ds_tileoverlap import cli, doctor
 
 
 def run(*arguments):
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return doctor.run(parser.parse_args(arguments))
+    return cli.main(["doctor", *arguments])
 
 
 def report_of(capsys, *arguments):
