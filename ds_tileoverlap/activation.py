@@ -1,5 +1,6 @@
 """The element-wise middle of an expert MLP: ``hidden = act(gate) * up`` (or ``act(up)``), scaled by the router weight.
 
+Some families clamp gate and up and shift up: numbers of the :class:`Activation`, which by default do nothing.
 Scaling the hidden row instead of the expert's output gives the same sum, lets rows be added up without weights on their
 way home, and gives the router's gradient, <d_hidden, hidden>, without keeping the expert's output.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,16 +25,50 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 
-def weighted_hidden(gate: torch.Tensor | None, up: torch.Tensor, row_weights: torch.Tensor, act: str) -> torch.Tensor:
-    """``row_weight * act(gate) * up``, or ``row_weight * act(up)`` where there is no gate; float32 inside.
+@dataclass(frozen=True)
+class Activation:
+    """``act(min(gate, limit)) * (clamp(up, -limit, limit) + shift)``; without a gate ``act(min(up, limit))``.
+
+    Attributes:
+        name: a name in :data:`ACTIVATIONS`, of a function f; ``act(x)`` is ``f(alpha * x) / alpha``.
+        alpha: with silu, the gain inside ``x * sigmoid(alpha * x)``.
+        limit: where gate is clamped from above, and up on both sides.
+        shift: added to up.
+    """
+
+    name: str
+    alpha: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
+
+    def __call__(self, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+        """The hidden rows in plain differentiable PyTorch: [R, I], or ``None``, and [R, I] -> [R, I]."""
+        inner = up if gate is None else gate
+        # Without a limit nothing is clamped: that would cost a NaN its gradient.
+        if self.limit < math.inf:
+            inner, up = inner.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        value = ACTIVATIONS[self.name](self.alpha * inner) / self.alpha
+        return value if gate is None else value * (up + self.shift)
+
+    def constants(self) -> dict[str, str | float]:
+        """What the kernels are compiled for."""
+        return {"ACT": self.name, "ALPHA": self.alpha, "LIMIT": self.limit, "SHIFT": self.shift}
+
+
+SILU = Activation("silu")
+
+
+def weighted_hidden(
+    gate: torch.Tensor | None, up: torch.Tensor, row_weights: torch.Tensor, act: Activation
+) -> torch.Tensor:
+    """The hidden rows of ``act``, each scaled by its row weight; float32 inside.
 
     Args:
-        gate, up: [R, I] pre-activations, rows may be strided.
+        gate, up: [R, I] pre-activations, rows may be strided; no gate is ``None``.
         row_weights: [R] float32.
-        act: a name in :data:`ACTIVATIONS`.
+        act: what the experts compute.
 
     Returns:
         [R, I], contiguous, dtype of ``up``.
@@ -50,7 +86,7 @@ def weighted_hidden(gate: torch.Tensor | None, up: torch.Tensor, row_weights: to
                 num_rows,
                 width,
                 up.stride(0),
-                ACT=act,
+                **act.constants(),
                 GATED=gate is not None,
                 **block,
             )
@@ -62,7 +98,7 @@ def hidden_backward(
     gate: torch.Tensor | None,
     up: torch.Tensor,
     row_weights: torch.Tensor,
-    act: str,
+    act: Activation,
     grad_weighted: torch.Tensor,
     grad_gate: torch.Tensor | None,
     grad_up: torch.Tensor,
@@ -97,7 +133,7 @@ def hidden_backward(
                 width,
                 up.stride(0),
                 grad_up.stride(0),
-                ACT=act,
+                **act.constants(),
                 GATED=gate is not None,
                 KEEP_HIDDEN=hidden is not None,
                 **block,
@@ -115,12 +151,10 @@ def hidden_backward(
     return grad_row_weights.copy_((grad * value.detach()).sum(1))
 
 
-def _hidden(gate: torch.Tensor | None, up: torch.Tensor, act: str) -> torch.Tensor:
+def _hidden(gate: torch.Tensor | None, up: torch.Tensor, act: Activation) -> torch.Tensor:
     """The unweighted hidden rows, in float32 or better."""
     dtype = torch.promote_types(up.dtype, torch.float32)
-    if gate is None:
-        return ACTIVATIONS[act](up.to(dtype))
-    return ACTIVATIONS[act](gate.to(dtype)) * up.to(dtype)
+    return act(None if gate is None else gate.to(dtype), up.to(dtype))
 
 
 def _launch(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
@@ -130,8 +164,8 @@ def _launch(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
 
 
 @triton.jit
-def _activate(x, ACT: tl.constexpr):
-    """The activation and its derivative."""
+def _function(x, ACT: tl.constexpr):
+    """f and its derivative."""
     if ACT == "silu":
         sigmoid = tl.sigmoid(x)
         return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
@@ -149,6 +183,21 @@ def _activate(x, ACT: tl.constexpr):
         return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)
 
 
+@triton.jit
+def _activate(x, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """The activation of x clamped from above, and its derivative."""
+    beyond = x > LIMIT
+    value, slope = _function(ALPHA * tl.where(beyond, LIMIT, x), ACT)
+    return value / ALPHA, tl.where(beyond, 0.0, slope)
+
+
+@triton.jit
+def _factor(up, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """What the activation is multiplied by, and its derivative."""
+    clamped = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return clamped + SHIFT, tl.where(tl.abs(up) > LIMIT, 0.0, 1.0)
+
+
 @kernels.Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def _weighted_hidden_kernel(
@@ -160,6 +209,9 @@ def _weighted_hidden_kernel(
     width,
     stride,
     ACT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -170,11 +222,12 @@ def _weighted_hidden_kernel(
         column = start + tl.arange(0, COLUMNS)
         inside = (row < num_rows)[:, None] & (column < width)[None, :]
         place = row[:, None] * stride + column[None, :]
+        u = tl.load(up + place, inside, other=0.0).to(tl.float32)
         if GATED:
-            value, _ = _activate(tl.load(gate + place, inside, other=0.0).to(tl.float32), ACT)
-            value *= tl.load(up + place, inside, other=0.0).to(tl.float32)
+            g = tl.load(gate + place, inside, other=0.0).to(tl.float32)
+            value = _activate(g, ACT, ALPHA, LIMIT)[0] * _factor(u, LIMIT, SHIFT)[0]
         else:
-            value, _ = _activate(tl.load(up + place, inside, other=0.0).to(tl.float32), ACT)
+            value, _ = _activate(u, ACT, ALPHA, LIMIT)
         value *= weight[:, None]
         tl.store(hidden + row[:, None] * width + column[None, :], value.to(hidden.dtype.element_ty), inside)
 
@@ -195,6 +248,9 @@ def _hidden_backward_kernel(
     stride,
     grad_stride,
     ACT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     GATED: tl.constexpr,
     KEEP_HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -212,12 +268,15 @@ def _hidden_backward_kernel(
         grad = tl.load(grad_weighted + packed, inside, other=0.0).to(tl.float32)
         u = tl.load(up + place, inside, other=0.0).to(tl.float32)
         if GATED:
-            value, slope = _activate(tl.load(gate + place, inside, other=0.0).to(tl.float32), ACT)
-            tl.store(grad_gate + grad_place, (grad * weight * u * slope).to(grad_gate.dtype.element_ty), inside)
-            tl.store(grad_up + grad_place, (grad * weight * value).to(grad_up.dtype.element_ty), inside)
-            value *= u
+            g = tl.load(gate + place, inside, other=0.0).to(tl.float32)
+            value, slope = _activate(g, ACT, ALPHA, LIMIT)
+            factor, factor_slope = _factor(u, LIMIT, SHIFT)
+            to_gate, to_up = grad * weight * factor * slope, grad * weight * value * factor_slope
+            tl.store(grad_gate + grad_place, to_gate.to(grad_gate.dtype.element_ty), inside)
+            tl.store(grad_up + grad_place, to_up.to(grad_up.dtype.element_ty), inside)
+            value *= factor
         else:
-            value, slope = _activate(u, ACT)
+            value, slope = _activate(u, ACT, ALPHA, LIMIT)
             tl.store(grad_up + grad_place, (grad * weight * slope).to(grad_up.dtype.element_ty), inside)
         grad_weight += tl.sum(grad * value, 1)
         if KEEP_HIDDEN:

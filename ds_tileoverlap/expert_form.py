@@ -14,19 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from .activation import Activation
+
 
 @dataclass(frozen=True)
 class ExpertForm:
     """An MLP that the grouped GEMMs can compute.
 
     Attributes:
-        act: a name in :data:`ds_tileoverlap.activation.ACTIVATIONS`.
+        act: what lies between its projections.
         gate: the gate projection's name in the expert, ``None`` where the MLP has none.
         up, down: the names of the other projections.
         biased: whether each of (gate,) up, down adds a bias.
     """
 
-    act: str
+    act: Activation
     gate: str | None
     up: str
     down: str
@@ -109,7 +111,7 @@ def _match(graph: fx.Graph, expert: nn.Module) -> ExpertForm | None:
         return None
     names = (up, down) if gate is None else (gate, up, down)
     biased = tuple(expert.get_submodule(name).bias is not None for name in names)
-    return ExpertForm(act, gate, up, down, biased)
+    return ExpertForm(Activation(act), gate, up, down, biased)
 
 
 def _linear(node: Any, expert: nn.Module) -> str | None:

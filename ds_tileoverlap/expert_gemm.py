@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import kernels
-from .activation import ACTIVATIONS, hidden_backward, weighted_hidden
+from .activation import hidden_backward, weighted_hidden
 from .expert_form import ExpertForm
 from .expert_weights import ExpertWeights, Stack, by_expert
 from .layout import Plan
@@ -194,9 +194,8 @@ def mlp_by_expert(
 
     outputs = []
     for expert, chunk in enumerate(rows.split(plan.expert_counts)):
-        up = linear(chunk, form.up, expert)
-        act = ACTIVATIONS[form.act]
-        hidden = act(up) if form.gate is None else act(linear(chunk, form.gate, expert)) * up
+        gate = None if form.gate is None else linear(chunk, form.gate, expert)
+        hidden = form.act(gate, linear(chunk, form.up, expert))
         outputs.append(linear(hidden, form.down, expert))
     return (torch.cat(outputs) * row_weights.unsqueeze(1)).to(rows.dtype)
 

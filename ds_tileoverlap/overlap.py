@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from . import sequential
-from .activation import weighted_hidden
+from .activation import SILU, weighted_hidden
 from .expert_gemm import (
     SlotGrads,
     activation_backward,
@@ -132,7 +132,7 @@ class _OverlappedMLP(sequential.RoutedMLP):
 def _makes_hidden(stacks: ExpertWeights) -> bool:
     """Whether the kernel that multiplies what arrives also makes the hidden rows; biases would have to come before."""
     form = stacks.layout.form
-    return form.gate is not None and form.act == "silu" and not {form.gate, form.up} & stacks.biases.keys()
+    return form.gate is not None and form.act == SILU and not {form.gate, form.up} & stacks.biases.keys()
 
 
 def _input_operands(stacks: ExpertWeights) -> list[Operand]:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from deepspeed.moe.ep_experts import GroupedExperts
 from torch import nn
 
+from .activation import SILU, Activation
 from .expert_form import ExpertForm
 from .expert_weights import WeightLayout
 from .local_experts import state_of
 from .weight_maps import WeightMaps
 
-# AutoEP's name of an activation -> ours, where it is act(gate) * up.
-ACTIVATION_OF = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
+# AutoEP's name of an activation -> ours, from the two numbers that stand beside the name.
+ACTIVATION_OF: dict[str, Callable[[float, float], Activation]] = {
+    "swiglu": lambda alpha, limit: SILU,
+    "geglu_tanh": lambda alpha, limit: Activation("gelu_tanh"),
+    "swiglu_clamped": lambda alpha, limit: Activation("silu", limit=limit),
+    "swiglu_oai": lambda alpha, limit: Activation("silu", alpha, limit, shift=1.0),
+}
+
+
+def _activation(experts: GroupedExperts) -> Activation:
+    return ACTIVATION_OF[experts.activation](experts.activation_alpha, experts.activation_limit)
 
 
 class StackedExperts:
@@ -25,7 +37,7 @@ class StackedExperts:
     """
 
     def __init__(self, experts: GroupedExperts):
-        self.form = ExpertForm(ACTIVATION_OF[experts.activation], "w1", "w3", "w2", (False, False, False))
+        self.form = ExpertForm(_activation(experts), "w1", "w3", "w2", (False, False, False))
         self.modules, self.maps = None, WeightMaps()
         self._parameters = self._of(experts)
 
@@ -35,7 +47,7 @@ class StackedExperts:
     def are_current(self, experts: GroupedExperts) -> bool:
         """Takes the parameters that the module has now; whether it still computes the same."""
         self._parameters = self._of(experts)
-        return ACTIVATION_OF.get(experts.activation) == self.form.act
+        return _activation(experts) == self.form.act
 
     def parameters(self) -> list[nn.Parameter]:
         return self._parameters

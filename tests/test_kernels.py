@@ -149,12 +149,18 @@ def test_a_row_of_nan_stays_in_its_sum(compare):
         assert sums.isnan().any(1).tolist() == [False, True, False]
 
 
+LIMIT = 0.75
+ACTIVATIONS = [activation.Activation(name) for name in activation.ACTIVATIONS]
+ACTIVATIONS += [activation.Activation("silu", limit=LIMIT), activation.Activation("silu", 1.702, LIMIT, shift=1.0)]
+
+
 @pytest.mark.parametrize("dtype,rtol", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("act", activation.ACTIVATIONS)
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=lambda act: f"{act.name}-{act.limit}")
 @pytest.mark.parametrize("width", [40, 1030])
 def test_activation_kernels(compare, width, act, gated, dtype, rtol):
     joint = random(9, 2 * width, seed=1, dtype=dtype)
+    joint[0, ::3], joint[0, 1::3] = LIMIT, -LIMIT
     gate, up = joint.chunk(2, 1) if gated else (None, joint[:, :width])
     weights, grad = random(9, seed=2).abs(), random(9, width, seed=3, dtype=dtype)
 

@@ -27,6 +27,7 @@ from ds_tileoverlap import (
     schedule,
     symmetric_layout,
 )
+from ds_tileoverlap.activation import Activation
 from ds_tileoverlap.exchange import Peers
 from ds_tileoverlap.expert_form import ExpertForm
 from ds_tileoverlap.expert_weights import ExpertWeights, WeightLayout
@@ -123,7 +124,7 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
 
     rows, tokens = torch.zeros(40, 128, dtype=torch.bfloat16), torch.zeros(8, 64, dtype=torch.bfloat16)
     inputs, down = [[(0, 4, torch.zeros(4, 128, 64))]] * 2, [(0, 4, torch.zeros(4, 64, 128))]
-    form = ExpertForm("silu", "gate", "up", "down", (False, False, False))
+    form = ExpertForm(Activation("silu"), "gate", "up", "down", (False, False, False))
     weights = ExpertWeights(WeightLayout(form, False, False, (), ()), inputs, down, {})
     operands = [overlap_stages.Operand(f"input {i}", stack, False) for i, stack in enumerate(inputs)]
     results, expanded = overlap_stages.project_arriving(tokens, operands, plan, run)
