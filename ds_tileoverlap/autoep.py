@@ -7,6 +7,7 @@ a token to its experts and back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,11 +65,15 @@ class TileAutoEPMoELayer(AutoEPMoELayer):
             routes = route(x, self.router, self.expert_bias)
             with torch.no_grad():
                 self.tokens_per_expert.add_(routes.exp_counts)
+            rows = x
+            if self.score_apply == "pre":
+                rows = (x.float() * routes.weights).to(x.dtype)
+                routes = replace(routes, weights=torch.ones_like(routes.weights))
 
-        def from_layout_to_combine(x: torch.Tensor) -> torch.Tensor:
-            return run.routed_experts(x, routes, run.experts(self.experts), peers, self.num_experts, stages)
+        def from_layout_to_combine(rows: torch.Tensor) -> torch.Tensor:
+            return run.routed_experts(rows, routes, run.experts(self.experts), peers, self.num_experts, stages)
 
-        output = self.experts(x, from_layout_to_combine)
+        output = self.experts(rows, from_layout_to_combine)
         return self._finalize_output(output.reshape(hidden_states.shape), x, hidden_states, hidden_size)
 
 
@@ -128,8 +133,11 @@ def refusal(layer: AutoEPMoELayer) -> str | None:
     """Why the layer stays AutoEP's; ``None`` where it can be converted."""
     if type(layer) not in (AutoEPMoELayer, TileAutoEPMoELayer):
         return f"it is a {type(layer).__qualname__}, not a {AutoEPMoELayer.__qualname__}"
-    if layer.score_apply != "post":
-        return "it weights rows before its experts (score_apply: 'pre'), which does not commute with them"
+    if layer.score_apply == "pre" and layer.top_k > 1:
+        return (
+            f"it weights rows before its experts (score_apply: 'pre') and sends a token to {layer.top_k} of them, "
+            "which then get different rows; one expert a token is possible"
+        )
     if layer.comm_backend == DEEPEP_BACKEND:
         return f"it exchanges rows through DeepEP (comm_backend: '{DEEPEP_BACKEND}')"
     if layer.folding_group_handles is not None and layer.folding_group_handles.spec.tp_size > 1:

@@ -30,10 +30,10 @@ def mixtral():
     return "mixtral", transformers.MixtralForCausalLM(config)
 
 
-def qwen3_moe():
+def qwen3_moe(num_experts_per_tok=3, norm_topk_prob=True):
     config = transformers.Qwen3MoeConfig(
-        num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=1,
-        mlp_only_layers=[], head_dim=8, **SMALL,
+        num_experts=8, num_experts_per_tok=num_experts_per_tok, moe_intermediate_size=24, norm_topk_prob=norm_topk_prob,
+        decoder_sparse_step=1, mlp_only_layers=[], head_dim=8, **SMALL,
     )  # fmt: skip
     return "qwen3_moe", transformers.Qwen3MoeForCausalLM(config)
 
@@ -78,15 +78,23 @@ def minimax_m3():
     return "minimax_m3", transformers.MiniMaxM3VLForCausalLM(config)
 
 
+def qwen3_moe_pre():
+    return qwen3_moe(num_experts_per_tok=1, norm_topk_prob=False)
+
+
 def mixtral_clamped():
     preset, model = mixtral()
     model.config.swiglu_limit = LIMIT
     return preset, model
 
 
-FAMILIES = {f.__name__: f for f in (mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v3, minimax_m3, mixtral_clamped)}
+FAMILIES = (mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v3, minimax_m3, mixtral_clamped, qwen3_moe_pre)
+FAMILIES = {family.__name__: family for family in FAMILIES}
 # Keys that make of a family something that transformers does not have.
-VARIANTS = {"mixtral_clamped": {"expert_activation": "swiglu_clamped"}}
+VARIANTS = {
+    "mixtral_clamped": {"expert_activation": "swiglu_clamped"},
+    "qwen3_moe_pre": {"score_apply": "pre", "route_norm": False},
+}
 
 
 def model_of(family):
@@ -235,13 +243,18 @@ def _other_activation(patch):
     patch.setattr(GroupedExperts, "__init__", lambda self, **kw: init(self, **{**kw, "activation": "other"}))
 
 
+def _weights_before_several_experts(patch):
+    patch.setitem(VARIANTS, "mixtral", {"score_apply": "pre"})
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
+        (_weights_before_several_experts, r"before its experts \(score_apply: 'pre'\) and sends a token to 2 of them"),
         (_other_version, r"transformers: got 5.23.1, expected >=5.12,<5.23"),
         (_other_activation, r"'model.layers.0.mlp': its experts' activation is 'other', not one of 'swiglu'"),
     ],
-    ids=["version", "activation"],
+    ids=["score_apply", "version", "activation"],
 )
 def test_what_cannot_run_is_refused(two_ranks, change, message):
     two_ranks(_refused, change, message)
