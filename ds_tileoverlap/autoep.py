@@ -113,14 +113,11 @@ class TileGroupedExperts(GroupedExperts):
 class AutoEPRuntime(LayerRuntime):
     """As :class:`LayerRuntime`, for experts whose weights are stacked."""
 
+    local_experts = StackedExperts
+
     def can_run(self, experts: nn.Module) -> bool:
         """Whether the experts are what :func:`adopt` made; whatever wraps or hooks them has to see their inputs."""
         return type(experts) is TileGroupedExperts and not _is_watched(experts)
-
-    def experts(self, experts: GroupedExperts) -> StackedExperts:
-        if self._experts is None or not self._experts.are_current(experts):
-            self._experts = StackedExperts(experts)
-        return self._experts
 
 
 def _is_watched(experts: nn.Module) -> bool:

@@ -26,9 +26,10 @@ def initialize(*args: Any, **kwargs: Any):
     """``deepspeed.initialize``, which also runs the model's MoE layers on this package if ds_config says so.
 
     Same arguments and results. With a ``"tile_overlap"`` block whose ``enabled`` is true every
-    ``deepspeed.moe.layer.MoE`` of the model, and every layer that DeepSpeed's AutoEP makes of a Hugging Face model, is
-    converted in place; with ``enabled`` false each one runs as DeepSpeed made it; without the block, layers built with
-    :class:`ds_tileoverlap.MoE` run on this package, others do not.
+    ``deepspeed.moe.layer.MoE`` of the model, every layer that DeepSpeed's AutoEP makes of a Hugging Face model, and
+    every MLP block of GPT-OSS, which AutoEP does not know, is converted in place; with ``enabled`` false each one runs
+    as DeepSpeed made it; without the block, layers built with :class:`ds_tileoverlap.MoE` run on this package, others
+    do not.
 
     Raises:
         ConfigError: the block is wrong; lists every fault.
@@ -43,8 +44,13 @@ def initialize(*args: Any, **kwargs: Any):
     if not _has_autoep(ds_config):
         return _deepspeed_initialize(*args, **kwargs)
     versions.check_transformers()
-    from . import autoep  # DeepSpeed's private modules, for those alone who use AutoEP
+    from . import autoep, gpt_oss  # transformers and DeepSpeed's private modules, for those alone who use AutoEP
 
+    if gpt_oss.is_gpt_oss(model):
+        conversion = gpt_oss.Conversion(ds_config, call)
+        _convert(conversion.layers(), parse(ds_config), conversion.refusal, conversion.adopt, "GPT-OSS")
+        conversion.follow()
+        return _deepspeed_initialize(**_with_config(call, {**ds_config, "expert_parallel": {"enabled": False}}))
     result = _deepspeed_initialize(**_with_config(call, autoep.completed(ds_config, model)))
     _convert(autoep.autoep_layers(result[0].module), parse(ds_config), autoep.refusal, autoep.adopt, "AutoEP")
     return result
@@ -63,6 +69,8 @@ def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
     """
     config = parse(ds_config)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, deepspeed_layer.MoE)}
+    # A block that this package built itself stays as it is.
+    layers = {name: module for name, module in layers.items() if not hasattr(module, "tile_overlap")}
     if config is None:
         config, layers = TileOverlapConfig(enabled=True), {n: m for n, m in layers.items() if isinstance(m, MoE)}
     if not config.enabled:

@@ -123,6 +123,9 @@ class LayerRuntime:
         backend: the one that ran the last forward; before the first, what the config says.
     """
 
+    # What a module of experts is looked at as.
+    local_experts = LocalExperts
+
     def __init__(self, config: TileOverlapConfig, name: str):
         self.config = config
         self.name = name
@@ -131,10 +134,10 @@ class LayerRuntime:
         self._peers: Peers | None = None
         self._said: set[str] = set()
 
-    def experts(self, modules: nn.ModuleList) -> LocalExperts:
+    def experts(self, modules: nn.Module) -> LocalExperts:
         """The local experts, looked at again where any of them changed."""
         if self._experts is None or not self._experts.are_current(modules):
-            self._experts = LocalExperts(modules)
+            self._experts = self.local_experts(modules)
         return self._experts
 
     def peers(self, group: torch.distributed.ProcessGroup | None, device: torch.device) -> Peers:

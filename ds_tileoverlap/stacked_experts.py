@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from deepspeed.moe.ep_experts import GroupedExperts
 from torch import nn
 
 from .activation import SILU, Activation
@@ -23,8 +22,9 @@ ACTIVATION_OF: dict[str, Callable[[float, float], Activation]] = {
 }
 
 
-def _activation(experts: GroupedExperts) -> Activation:
-    return ACTIVATION_OF[experts.activation](experts.activation_alpha, experts.activation_limit)
+def _form(experts: nn.Module) -> ExpertForm:
+    act = ACTIVATION_OF[experts.activation](experts.activation_alpha, experts.activation_limit)
+    return ExpertForm(act, "w1", "w3", "w2", (hasattr(experts, "w1_bias"),) * 3)
 
 
 class StackedExperts:
@@ -32,22 +32,23 @@ class StackedExperts:
 
     Attributes:
         modules: ``None``: an expert is no module of its own.
-        form: gate, up and down are the parameters w1, w3 and w2, [E_local, I, H], [E_local, I, H], [E_local, H, I].
+        form: gate, up and down are the parameters w1, w3 and w2, [E_local, I, H], [E_local, I, H], [E_local, H, I];
+            where they have biases, those are w1_bias, w3_bias and w2_bias, [E_local, I], [E_local, I], [E_local, H].
         maps: the tables through which the overlap backend reads them.
     """
 
-    def __init__(self, experts: GroupedExperts):
-        self.form = ExpertForm(_activation(experts), "w1", "w3", "w2", (False, False, False))
+    def __init__(self, experts: nn.Module):
+        self.form = _form(experts)
         self.modules, self.maps = None, WeightMaps()
         self._parameters = self._of(experts)
 
-    def _of(self, experts: GroupedExperts) -> list[nn.Parameter]:
-        return [getattr(experts, name) for name in self.form.projections]
+    def _of(self, experts: nn.Module) -> list[nn.Parameter]:
+        return [getattr(experts, name if kind == "weight" else f"{name}_{kind}") for name, kind in self.form.slots]
 
-    def are_current(self, experts: GroupedExperts) -> bool:
+    def are_current(self, experts: nn.Module) -> bool:
         """Takes the parameters that the module has now; whether it still computes the same."""
         self._parameters = self._of(experts)
-        return _activation(experts) == self.form.act
+        return _form(experts) == self.form
 
     def parameters(self) -> list[nn.Parameter]:
         return self._parameters
@@ -57,10 +58,11 @@ class StackedExperts:
 
     def down_shape(self) -> tuple[int, int]:
         """H and I."""
-        return tuple(self._parameters[-1].shape[1:])
+        return tuple(self._parameters[self.form.slots.index((self.form.down, "weight"))].shape[1:])
 
     def weight_layout(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> WeightLayout:
         return WeightLayout(self.form)
 
     def are_aligned(self, dtype: torch.dtype) -> bool:
-        return all(p.dtype != dtype or (p.data_ptr() % 16 == 0 and p.is_contiguous()) for p in self._parameters)
+        weights = [p for p in self._parameters if p.dim() == 3 and p.dtype == dtype]
+        return all(p.data_ptr() % 16 == 0 and p.is_contiguous() for p in weights)

@@ -12,7 +12,7 @@ TESTED = {
     "torch": ("2.11", None),
     "triton": ("3.6", None),
     "deepspeed": ("0.19.8", "0.20"),
-    # Only where DeepSpeed's AutoEP is used, which breaks with later ones.
+    # Only where a Hugging Face model is converted; DeepSpeed's AutoEP breaks with later ones.
     "transformers": ("5.12", "5.23"),
 }
 
@@ -41,7 +41,7 @@ def untested(found: dict[str, str]) -> list[str]:
 
 
 def check_transformers() -> None:
-    """As :func:`check`, for jobs that use AutoEP.
+    """As :func:`check`, for jobs whose Hugging Face model is converted.
 
     Raises:
         ImportError: as of :func:`check`.

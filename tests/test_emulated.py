@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, GroupedExperts
 from emulated_op import build
 from models import Gated, fill, mlp, ours, stock, tokens
 from test_gpu import relative_errors
@@ -446,14 +446,14 @@ def test_memory_is_what_the_formulas_say(op, monkeypatch, again):
             assert all(room[name] <= capacities[name] < room[name] + 16 for name in room), (room, capacities)
 
 
-def _stacked(rank, group, peers, weights):
-    """The routed part of one rank with AutoEP's experts: inputs, output and gradients."""
+def _stacked(rank, group, peers, weights, activation):
+    """The routed part of one rank with stacked experts: inputs, output and gradients."""
     local, inner = E // peers.size, weights["w1"].shape[1]
-    mine = GroupedExperts(H, inner, local, use_grouped_mm=False)
-    for name, parameter in mine.named_parameters():
-        parameter.data = weights[name][rank * local : (rank + 1) * local].clone()
+    mine = GroupedExperts(H, inner, local, use_grouped_mm=False, activation=activation, activation_limit=LIMIT)
+    for name, value in weights.items():
+        setattr(mine, name, torch.nn.Parameter(value[rank * local : (rank + 1) * local].clone()))
     routes = random_routes(rank, 50 + 20 * rank, 2, E)
-    x = tokens(rank, len(routes.experts), hidden=H, dtype=torch.float16).requires_grad_()
+    x = (tokens(rank, len(routes.experts), hidden=H) * 4).round().div(4).half().requires_grad_()
     routes.weights.requires_grad_()
     config = TileOverlapConfig(enabled=True)
     counting = symmetric_layout.Counting(routes, E, peers, group, config, 2 * H, True)
@@ -472,24 +472,40 @@ def _stacked(rank, group, peers, weights):
     }
 
 
-def test_stacked_experts(op):
-    """As AutoEP has them: one parameter for each projection, whose gradient comes as one tensor."""
+LIMIT = 0.75
+
+
+@pytest.mark.parametrize("activation,biased", [("swiglu", False), ("swiglu_oai", True)], ids=["AutoEP", "GPT-OSS"])
+def test_stacked_experts(op, monkeypatch, activation, biased):
+    """One parameter for each projection, whose gradient comes as one tensor."""
     size, inner = 2, 40
     shapes = {"w1": (E, inner, H), "w2": (E, H, inner), "w3": (E, inner, H)}
+    if biased:
+        shapes |= {f"{name}_bias": shape[:2] for name, shape in shapes.items()}
+    # Such numbers, and those of x, that projections are exact: none is rounded across a limit, many lie at it.
     weights = {
-        name: tokens(i, *shape[:-1], hidden=shape[-1]).half() / 8 for i, (name, shape) in enumerate(shapes.items())
+        name: (tokens(i, *shape[:-1], hidden=shape[-1]) * 2).round().div(16).half()
+        for i, (name, shape) in enumerate(shapes.items())
     }
-    results = ThreadPools(size, op).run(_stacked, weights)
+    joined, gated = [], overlap.project_gated_arriving
+    monkeypatch.setattr(overlap, "project_gated_arriving", lambda *inputs: joined.append(1) or gated(*inputs))
+    results = ThreadPools(size, op).run(_stacked, weights, activation)
+    assert len(joined) == (size if activation == "swiglu" else 0), "the GEMM makes hidden rows of a plain SwiGLU alone"
     exact = {name: w.double().requires_grad_() for name, w in weights.items()}
     total = 0.0
+
+    def linear(x, name, expert):
+        return F.linear(x, exact[name][expert], exact[f"{name}_bias"][expert] if biased else None)
+
     for result in results:
         x, w = result["x"].double().requires_grad_(), result["routes"].weights.detach().double().requires_grad_()
         y = torch.zeros(len(x), H, dtype=torch.float64)
         for choice in range(2):
             for expert in range(E):
                 chosen = (result["routes"].experts[:, choice] == expert).nonzero().squeeze(1)
-                hidden = F.silu(x[chosen] @ exact["w1"][expert].t()) * (x[chosen] @ exact["w3"][expert].t())
-                y = y.index_add(0, chosen, w[chosen, choice, None] * (hidden @ exact["w2"][expert].t()))
+                gate, up = linear(x[chosen], "w1", expert), linear(x[chosen], "w3", expert)
+                hidden = EXPERT_ACTIVATIONS[activation].fn(gate, up, 1.702, LIMIT)
+                y = y.index_add(0, chosen, w[chosen, choice, None] * linear(hidden, "w2", expert))
         x_grad, w_grad = torch.autograd.grad(y.sum(), (x, w), retain_graph=True)
         total = total + y.sum()
         errors = relative_errors(result, {"y": y.detach(), "x.grad": x_grad, "w.grad": w_grad})
