@@ -178,6 +178,8 @@ class Conversion:
             options = {name: call[name] for name in ("distributed_port", "dist_init_required") if name in call}
             dist.init_distributed(get_accelerator().communication_backend_name(), **options)
         self._call, self._sources = call, ReplacementSourceMap()
+        self._is_optimizer = engine._client_optimizer_needs_remap(call.get("optimizer"))
+        self._is_list = engine._model_parameters_need_remap(call.get("model_parameters"))
         self._ep_size = ds_config["expert_parallel"].get("autoep_size", 1)
         self._data_before_experts = get_expert_data_topo_config(ds_config)
         if faults := self._faults(ds_config):
@@ -192,6 +194,8 @@ class Conversion:
             "sequence_parallel_size": ds_config.get("sequence_parallel_size", 1),
         }
         faults += [f"{name}: got {got!r}, expected 1" for name, got in sizes.items() if got not in (0, 1)]
+        if (stage := ds_config.get("zero_optimization", {}).get("stage", 0)) == 3:
+            faults.append(f"zero_optimization.stage: got {stage}, expected 0, 1 or 2")
         if self._call.get("mpu") is not None:
             faults.append(f"mpu: got a {type(self._call['mpu']).__qualname__}, expected none")
         return faults
@@ -203,7 +207,7 @@ class Conversion:
         """Why the block cannot be converted; ``None`` where it can."""
         experts = mlp.experts
         if type(experts) is not GptOssExperts:
-            return f"its experts are {type(experts).__qualname__}, not {GptOssExperts.__qualname__} (load dequantized)"
+            return f"its experts are {type(experts).__qualname__}, not {GptOssExperts.__qualname__} (dequantize them)"
         if any(hooks_of(experts)) or "forward" in vars(experts):
             return "its experts have a hook or another forward, which has to see their inputs"
         if any(hasattr(parameter, "ds_id") for parameter in experts.parameters()):
@@ -226,13 +230,20 @@ class Conversion:
         first = groups._get_expert_parallel_rank(mlp.expert_group_name) * mlp.num_local_experts
         own = LocalGptOssExperts(source, first, first + mlp.num_local_experts, mlp.expert_group_name)
         mlp.deepspeed_moe.experts = nn.ModuleDict({"deepspeed_experts": own})
+        if self._is_optimizer or self._is_list:
+            self._remember(source, own)
+
+    def _remember(self, source: GptOssExperts, own: LocalGptOssExperts) -> None:
+        """What the new parameters stand for. It keeps the old ones alive, which the caller does then anyway."""
         for name, parameter in source.named_parameters():
             self._sources.discarded.add(id(parameter))
             self._sources.sources |= {id(own.get_parameter(n)): [parameter] for n in split(name, parameter)}
 
     def follow(self) -> None:
         """Puts the new parameters where an optimizer, or a list of parameters, of the caller's has the old ones."""
-        model, parameters = self._call["model"], self._call.get("model_parameters")
-        engine._remap_client_optimizer_after_module_replacement(self._call.get("optimizer"), model, self._sources)
-        if engine._model_parameters_need_remap(parameters):
+        model = self._call["model"]
+        if self._is_optimizer:
+            engine._remap_client_optimizer_after_module_replacement(self._call["optimizer"], model, self._sources)
+        if self._is_list:
+            parameters = self._call["model_parameters"]
             engine._remap_model_parameters_after_module_replacement(parameters, model, self._sources)

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -17,6 +17,9 @@ from . import versions
 from .config import BLOCK, TileOverlapConfig, parse
 from .layer import MoE, TileMOELayer, adopt, refusal, release
 from .log import say
+
+if TYPE_CHECKING:
+    from .gpt_oss import Conversion
 
 _deepspeed_initialize = deepspeed.initialize
 
@@ -47,9 +50,7 @@ def initialize(*args: Any, **kwargs: Any):
     from . import autoep, gpt_oss  # transformers and DeepSpeed's private modules, for those alone who use AutoEP
 
     if gpt_oss.is_gpt_oss(model):
-        conversion = gpt_oss.Conversion(ds_config, call)
-        _convert(conversion.layers(), parse(ds_config), conversion.refusal, conversion.adopt, "GPT-OSS")
-        conversion.follow()
+        _convert_gpt_oss(gpt_oss.Conversion(ds_config, call), ds_config)
         return _deepspeed_initialize(**_with_config(call, {**ds_config, "expert_parallel": {"enabled": False}}))
     result = _deepspeed_initialize(**_with_config(call, autoep.completed(ds_config, model)))
     _convert(autoep.autoep_layers(result[0].module), parse(ds_config), autoep.refusal, autoep.adopt, "AutoEP")
@@ -87,6 +88,11 @@ def _has_autoep(ds_config: dict[str, Any]) -> bool:
     """Whether layers that AutoEP makes shall run on this package."""
     config, block = parse(ds_config), ds_config.get("expert_parallel")
     return config is not None and config.enabled and isinstance(block, dict) and bool(block.get("enabled"))
+
+
+def _convert_gpt_oss(conversion: Conversion, ds_config: dict[str, Any]) -> None:
+    _convert(conversion.layers(), parse(ds_config), conversion.refusal, conversion.adopt, "GPT-OSS")
+    conversion.follow()
 
 
 def _convert(layers: dict[str, Any], config: TileOverlapConfig, refusal: Callable, adopt: Callable, kind: str) -> None:

@@ -35,10 +35,14 @@ def model_of(seed=0):
     return model
 
 
-def engine_of(model, ep_size, backend="auto", zero=0, **options):
+SGD = {"type": "SGD", "params": {"lr": LR}}
+ADAM = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
+
+
+def engine_of(model, ep_size, backend="auto", zero=0, algorithm=SGD, **options):
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "optimizer": algorithm,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": zero},
         "gradient_clipping": 0.0,
@@ -139,11 +143,16 @@ def test_weights_go_back_to_transformers_bitwise(two_ranks, tmp_path, ep_size):
 
 
 def _resumes(folder, zero):
-    engine = engine_of(model_of(), 2, zero=zero)
+    engine = engine_of(model_of(), 2, zero=zero, algorithm=ADAM)
     _train(engine, range(2))
     engine.save_checkpoint(folder)
-    other = engine_of(model_of(seed=1), 2, zero=zero)
+    saved = hf_state_dict(engine.module)
+    other = engine_of(model_of(seed=1), 2, zero=zero, algorithm=ADAM)
     other.load_checkpoint(folder)
+    alone = engine_of(model_of(seed=1), 1, algorithm=ADAM)
+    alone.load_checkpoint(folder, load_module_only=True)
+    loaded = hf_state_dict(alone.module)
+    assert saved is None or all(torch.equal(loaded[name], value) for name, value in saved.items())
     for each in (engine, other):
         _train(each, range(2, 4))
     for (name, a), b in zip(engine.module.named_parameters(), other.module.parameters()):
@@ -152,6 +161,7 @@ def _resumes(folder, zero):
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_resumes_from_deepspeeds_checkpoint(two_ranks, tmp_path, zero):
+    """On as many ranks with the optimizer's state; the weights alone on any number."""
     two_ranks(_resumes, str(tmp_path), zero)
 
 
@@ -173,11 +183,11 @@ def test_parameters_that_the_caller_holds_are_followed(two_ranks, as_list):
     two_ranks(_with_an_optimizer, as_list)
 
 
-def _refused(change, ep_size, message):
+def _refused(change, options, message):
     model = model_of()
     change(model.model.layers[1].mlp)
     with pytest.raises(ValueError, match=message):
-        engine_of(model, ep_size)
+        engine_of(model, **{"ep_size": 2, **options})
     assert not any(isinstance(module, TileGptOssMLP) for module in model.modules())
 
 
@@ -194,14 +204,18 @@ def _five_experts(mlp):
 
 
 @pytest.mark.parametrize(
-    "change,ep_size,message",
+    "change,options,message",
     [
-        (_nothing, 3, r"expert_parallel.autoep_size: got 3, expected a divisor of 2, the ranks"),
-        (_nothing, "2", r"expert_parallel.autoep_size: got '2', expected"),
-        (_other_experts, 2, r"'model.layers.1.mlp': its experts are Identity, not GptOssExperts"),
-        (_five_experts, 2, r"'model.layers.1.mlp': its 5 experts cannot be spread evenly over autoep_size = 2 ranks"),
+        (_nothing, {"ep_size": 3}, r"expert_parallel.autoep_size: got 3, expected a divisor of 2, the ranks"),
+        (
+            _nothing,
+            {"ep_size": "2", "zero": 3},
+            r"expert_parallel.autoep_size: got '2', .*; zero_optimization.stage: got 3",
+        ),
+        (_other_experts, {}, r"'model.layers.1.mlp': its experts are Identity, not GptOssExperts"),
+        (_five_experts, {}, r"'model.layers.1.mlp': its 5 experts cannot be spread evenly over autoep_size = 2 ranks"),
     ],
-    ids=["ranks", "type", "experts", "number"],
+    ids=["ranks", "all faults", "experts", "number"],
 )
-def test_what_cannot_run_is_refused(two_ranks, change, ep_size, message):
-    two_ranks(_refused, change, ep_size, message)
+def test_what_cannot_run_is_refused(two_ranks, change, options, message):
+    two_ranks(_refused, change, options, message)
