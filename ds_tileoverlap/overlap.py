@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from . import sequential
-from .activation import SILU, weighted_hidden
+from .activation import weighted_hidden
 from .expert_gemm import (
     SlotGrads,
     activation_backward,
@@ -132,7 +132,7 @@ class _OverlappedMLP(sequential.RoutedMLP):
 def _makes_hidden(stacks: ExpertWeights) -> bool:
     """Whether the kernel that multiplies what arrives also makes the hidden rows; biases would have to come before."""
     form = stacks.layout.form
-    return form.gate is not None and form.act == SILU and not {form.gate, form.up} & stacks.biases.keys()
+    return form.gate is not None and form.act.name == "silu" and not {form.gate, form.up} & stacks.biases.keys()
 
 
 def _input_operands(stacks: ExpertWeights) -> list[Operand]:
@@ -149,7 +149,7 @@ def _hidden_rows(
     form = stacks.layout.form
     if _makes_hidden(stacks):
         pre_activations = [tokens.new_empty(plan.num_rows, stack[0][2].shape[1]) for stack in stacks.inputs]
-        hidden, rows = project_gated_arriving(tokens, *inputs, stacks.split(pre_activations, 1), plan, run)
+        hidden, rows = project_gated_arriving(tokens, *inputs, stacks.split(pre_activations, 1), form.act, plan, run)
         return hidden, pre_activations, rows
     pre_activations, rows = project_arriving(tokens, inputs, plan, run)
     gate, up = stacks.split(pre_activations, 1)

@@ -167,7 +167,8 @@ def _load_kernels(op, pool: Pool) -> None:
         op.expert_gemm(
             a=operand, b_maps=zero, c=operand, items=zero, num_items=zero, claimed=pool.claimed_items.data_ptr(),
             num_rows=64, n=64, k=64, is_half=is_half, b_is_transposed=False, num_sms=2, courier=courier,
-            arrivals=arrivals, up_maps=zero, up=operand, stride=64, hidden=operand, row_weights=zero, stream=stream,
+            arrivals=arrivals, up_maps=zero, up=operand, stride=64, hidden=operand, row_weights=zero, alpha=1.0,
+            limit=1.0, shift=0.0, stream=stream,
         )  # fmt: skip
         op.run_couriers(courier=courier, arrivals=arrivals, is_half=is_half, num_sms=2, stream=stream)
         op.sum_slots(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .activation import Activation
 from .buffer import Channel
 from .config import TileOverlapConfig
 from .dispatch import place_own_rows
@@ -101,15 +102,22 @@ def project_arriving(
 
 
 def project_gated_arriving(
-    tokens: torch.Tensor, gate: Operand, up: Operand, into: tuple[torch.Tensor, torch.Tensor], plan: Plan, run: Run
+    tokens: torch.Tensor,
+    gate: Operand,
+    up: Operand,
+    into: tuple[torch.Tensor, torch.Tensor],
+    act: Activation,
+    plan: Plan,
+    run: Run,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`project_arriving` with gate and up, and with the hidden rows of a SwiGLU, in one kernel.
+    """As :func:`project_arriving` with gate and up, and with the hidden rows of both, in one kernel.
 
     Args:
         into: where the gate's and up's results [R, I] go; rows may be strided, alike.
+        act: a form of silu.
 
     Returns:
-        The hidden rows ``row_weights * silu(gate) * up`` [R, I], and the expert rows [R, K].
+        The weighted hidden rows [R, I], and the expert rows [R, K].
     """
     width = gated_width(gate.width)
     rows, carried = _rows_and_couriers(tokens, width, plan, run)
@@ -124,6 +132,9 @@ def project_gated_arriving(
         stride=into[1].stride(0),
         hidden=hidden.data_ptr(),
         row_weights=plan.row_weights.data_ptr(),
+        alpha=act.alpha,
+        limit=act.limit,
+        shift=act.shift,
         **carried,
     )
     return hidden, rows

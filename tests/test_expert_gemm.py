@@ -8,6 +8,7 @@ import torch
 from virtual_ranks import DEVICE, GUARD_WORDS, UNTOUCHED, tiles_of_item, words_of_items
 
 from ds_tileoverlap import schedule
+from ds_tileoverlap.activation import Activation
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -304,7 +305,7 @@ def test_a_second_pair_of_operands_is_added(op, shape, transposed):
     assert torch.equal(run(op, p, 10), first)
 
 
-def run_gated(op, p, up_weights, row_weights, num_sms, joint):
+def run_gated(op, p, up_weights, row_weights, act, num_sms, joint):
     """Gate, up [R, N] and the hidden rows of both, in one kernel on dirty memory."""
     items = schedule.plain_items(p.routes, RANK, schedule.gated_width(p.n), p.aligns_owners)
     table = words_of_items(items).to(DEVICE)
@@ -315,7 +316,8 @@ def run_gated(op, p, up_weights, row_weights, num_sms, joint):
     op.expert_gemm(
         a=p.a.data_ptr(), b_maps=p.maps(op, p.weights).data_ptr(), up_maps=p.maps(op, up_weights).data_ptr(),
         c=gate.data_ptr(), up=up.data_ptr(), stride=up.stride(0), hidden=hidden.data_ptr(),
-        row_weights=row_weights.data_ptr(), items=table.data_ptr(), num_items=num_items.data_ptr(),
+        row_weights=row_weights.data_ptr(), alpha=act.alpha, limit=act.limit, shift=act.shift,
+        items=table.data_ptr(), num_items=num_items.data_ptr(),
         claimed=claimed.data_ptr(), num_rows=len(p.a), n=p.n, k=p.k, is_half=p.dtype == torch.float16,
         b_is_transposed=False, num_sms=num_sms, stream=torch.cuda.current_stream().cuda_stream,
     )  # fmt: skip
@@ -325,21 +327,22 @@ def run_gated(op, p, up_weights, row_weights, num_sms, joint):
     return gate, up, hidden
 
 
+@pytest.mark.parametrize("act", [Activation("silu"), Activation("silu", 1.7, 0.5, 1.0)], ids=["swiglu", "clamped"])
 @pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gate_and_up_at_once_equal_one_after_the_other(op, shape, joint):
+def test_gate_and_up_at_once_equal_one_after_the_other(op, shape, joint, act):
     at = SHAPES.index(shape)
     dtype = (torch.bfloat16, torch.float16)[at % 2]
     p = problem(at, *shape, dtype, False, (12, 1, 160, 40)[at % 4], aligns_owners=at % 3 == 1)
     up_weights = weights_in_any_order(np.random.default_rng(at), len(p.weights), p.n, p.k, dtype, False)
     row_weights = torch.rand(len(p.a), device=DEVICE)
-    gate, up, hidden = run_gated(op, p, up_weights, row_weights, all_sms(), joint)
+    gate, up, hidden = run_gated(op, p, up_weights, row_weights, act, all_sms(), joint)
     assert torch.equal(gate, run(op, p, all_sms()))
-    again = run_gated(op, p, up_weights, row_weights, 10, joint)
+    again = run_gated(op, p, up_weights, row_weights, act, 10, joint)
     assert all(torch.equal(a, b) for a, b in zip((gate, up, hidden), again))
     p.weights = up_weights
     assert torch.equal(up, run(op, p, all_sms()))
-    expected = torch.nn.functional.silu(gate.double()) * up.double() * row_weights.double().unsqueeze(1)
+    expected = act(gate.double(), up.double()) * row_weights.double().unsqueeze(1)
     allowed = (ROUNDING[dtype] + 1e-5) * expected.abs() + SMALLEST
     assert ((hidden.double() - expected).abs() <= allowed).all()
 

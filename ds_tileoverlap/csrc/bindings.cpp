@@ -42,6 +42,8 @@ void assign(T& field, py::handle value) {
     field = static_cast<T>(number(value));
 }
 
+void assign(float& field, py::handle value) { field = value.cast<float>(); }
+
 // A field of a struct: how Python calls it, and how it is set.
 template <typename S>
 struct Field {
@@ -209,8 +211,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Fields<TileOverlapGemm> gemm = {FIELD(a), FIELD(b_maps), FIELD(c), FIELD(items), FIELD(num_items), FIELD(claimed),
                                     OPTIONAL(signals), OPTIONAL(epoch), OPTIONAL(panel_left), OPTIONAL(panel_tiles),
                                     OPTIONAL(a2), OPTIONAL(b2_maps), OPTIONAL(k2), OPTIONAL(up_maps), OPTIONAL(up),
-                                    OPTIONAL(stride), OPTIONAL(hidden), OPTIONAL(row_weights), FIELD(num_rows),
-                                    FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed), FIELD(num_sms)};
+                                    OPTIONAL(stride), OPTIONAL(hidden), OPTIONAL(row_weights), OPTIONAL(alpha),
+                                    OPTIONAL(limit), OPTIONAL(shift), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed), FIELD(num_sms)};
     module.def(
         "expert_gemm",
         [gemm](const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals, Address stream,

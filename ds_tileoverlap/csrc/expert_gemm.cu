@@ -226,10 +226,16 @@ struct Gate {
     T* up;
     T* hidden;
     const float* row_weights;
+    float alpha, limit, shift;
     int stride;
-};
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1 + __expf(-x)); }
+    // NaN passes through, as it does in torch.
+    __device__ __forceinline__ float hidden_of(float g, float u) const {
+        g = g > limit ? limit : g;
+        u = u > limit ? limit : u < -limit ? -limit : u;
+        return __fdividef(g, 1 + __expf(-alpha * g)) * (u + shift);
+    }
+};
 
 // Writes a warpgroup's 64 x 128 sums of the gate, of up, and the hidden rows of both.
 template <typename T>
@@ -252,7 +258,8 @@ __device__ __forceinline__ void store_gated(const float (&sums)[128], T* gate, c
                 u[j] = pack(sums[64 + at], sums[64 + at + 1], T{});
                 // From rounded values, as backward will have them.
                 float2 gate_pair = unpack(g[j], T{}), up_pair = unpack(u[j], T{});
-                h[j] = pack(silu(gate_pair.x) * up_pair.x * weight, silu(gate_pair.y) * up_pair.y * weight, T{});
+                h[j] = pack(with.hidden_of(gate_pair.x, up_pair.x) * weight,
+                            with.hidden_of(gate_pair.y, up_pair.y) * weight, T{});
             }
             transpose_in_quad(g, q);
             transpose_in_quad(u, q);
@@ -431,7 +438,8 @@ int launch(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const
     if (gemm.k2 > 0 && gemm.num_rows > 0)
         if (int error = encode(&a2_map, gemm.a2, gemm.num_rows, gemm.k2, TILE_M / 2, gemm.is_half)) return error;
     if (int error = allow_shared_memory<expert_gemm<T, B_TRANSPOSED, GATED>>(SHARED_BYTES)) return error;
-    Gate<T> gate = {static_cast<T*>(gemm.up), static_cast<T*>(gemm.hidden), gemm.row_weights, gemm.stride};
+    Gate<T> gate = {static_cast<T*>(gemm.up), static_cast<T*>(gemm.hidden), gemm.row_weights,
+                    gemm.alpha, gemm.limit, gemm.shift, gemm.stride};
     expert_gemm<T, B_TRANSPOSED, GATED><<<gemm.num_sms / 2 * 2, THREADS, SHARED_BYTES, stream>>>(
         a_map, static_cast<const CUtensorMap*>(gemm.b_maps), a2_map, static_cast<const CUtensorMap*>(gemm.b2_maps),
         static_cast<const CUtensorMap*>(gemm.up_maps), static_cast<T*>(gemm.c), gate,

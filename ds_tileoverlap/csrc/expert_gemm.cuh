@@ -40,8 +40,10 @@ struct TileOverlapGemm {
     const void* up_maps;
     void* up;                // [num_rows, n]
     int stride;              // elements from row to row of the gate's C and of up
-    void* hidden;            // [num_rows, n], contiguous: row_weights * silu(gate) * up
+    void* hidden;            // [num_rows, n], contiguous; see below
     const float* row_weights;  // [num_rows]
+    // hidden = row_weights * g sigmoid(alpha g) * (u + shift), where g = min(gate, limit) and u = up within +-limit
+    float alpha, limit, shift;
     int num_rows, n, k;
     int is_half;             // 0: bfloat16, 1: float16
     int b_is_transposed;     // 0: B_e is [n, k], 1: B_e is [k, n]

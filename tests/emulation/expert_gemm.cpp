@@ -1,6 +1,7 @@
 // The expert GEMM in plain C++: item by item as scheduled, with the same signals, waits and couriers.
 #include "expert_gemm.cuh"
 
+#include <algorithm>
 #include <cmath>
 #include <thread>
 
@@ -53,7 +54,9 @@ void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const T
                     if (!gemm.up_maps) continue;
                     sum = dot(a + static_cast<int64_t>(r) * gemm.k, gemm.up_maps, expert, column, gemm.k);
                     T& up = static_cast<T*>(gemm.up)[r * stride + column] = from_float(sum, T{});
-                    float x = to_float(gate), hidden = x / (1 + std::exp(-x)) * to_float(up) * gemm.row_weights[r];
+                    float g = std::min(to_float(gate), gemm.limit);
+                    float u = std::clamp(to_float(up), -gemm.limit, gemm.limit) + gemm.shift;
+                    float hidden = g / (1 + std::exp(-gemm.alpha * g)) * u * gemm.row_weights[r];
                     static_cast<T*>(gemm.hidden)[static_cast<int64_t>(r) * gemm.n + column] = from_float(hidden, T{});
                 }
             for (int group = 0; gemm.signals && group < 2; group++)
