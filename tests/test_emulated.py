@@ -475,7 +475,11 @@ def _stacked(rank, group, peers, weights, activation):
 LIMIT = 0.75
 
 
-@pytest.mark.parametrize("activation,biased", [("swiglu", False), ("swiglu_oai", True)], ids=["AutoEP", "GPT-OSS"])
+@pytest.mark.parametrize(
+    "activation,biased",
+    [("swiglu", False), ("swiglu_clamped", False), ("swiglu_oai", False), ("swiglu_oai", True)],
+    ids=["swiglu", "clamped", "oai", "GPT-OSS"],
+)
 def test_stacked_experts(op, monkeypatch, activation, biased):
     """One parameter for each projection, whose gradient comes as one tensor."""
     size, inner = 2, 40
@@ -490,7 +494,7 @@ def test_stacked_experts(op, monkeypatch, activation, biased):
     joined, gated = [], overlap.project_gated_arriving
     monkeypatch.setattr(overlap, "project_gated_arriving", lambda *inputs: joined.append(1) or gated(*inputs))
     results = ThreadPools(size, op).run(_stacked, weights, activation)
-    assert len(joined) == (size if activation == "swiglu" else 0), "the GEMM makes hidden rows of a plain SwiGLU alone"
+    assert len(joined) == (0 if biased else size), "the GEMM makes the hidden rows where no bias comes before"
     exact = {name: w.double().requires_grad_() for name, w in weights.items()}
     total = 0.0
 
