@@ -29,8 +29,8 @@ setup(
     + ["pyyaml", "rich", "safetensors", "tqdm"],
     extras_require={
         "example": ["matplotlib", "ninja"],
-        "test": ["matplotlib", "ninja", "pytest>=8", "ruff==0.17.6", transformers],
-        "benchmark": [transformers],
+        "test": ["markdown-it-py", "matplotlib", "ninja", "pytest>=8", "ruff==0.17.6", transformers],
+        "benchmark": ["markdown-it-py", "matplotlib", transformers],
     },
     **ahead_of_time,
 )

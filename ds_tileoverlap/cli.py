@@ -6,11 +6,12 @@ import argparse
 import signal
 import sys
 
-from . import doctor
+from . import bench_report, doctor
 from .ckpt import command as ckpt
 
 # Name -> (what it is for, a function that adds its arguments; it sets ``run``, from the arguments to the exit code).
 COMMANDS = {
+    "bench": ("report what the benchmarks found", bench_report.add_arguments),
     "ckpt": ("inspect and convert checkpoints of MoE models", ckpt.add_arguments),
     "doctor": ("what this machine can do, what it cannot, and why", doctor.add_arguments),
 }

@@ -1,0 +1,292 @@
+"""``ds-tileoverlap bench report``: the README's results, and a page with all of them, from the benchmarks' records.
+
+Every figure is computed from a record. Where there are more runs of a benchmark, the first one's medians are shown and,
+in parentheses, the range of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+
+from .bench_records import (
+    BOTH,
+    FORWARD,
+    GEMMS_ALONE,
+    LAYER,
+    PEAK,
+    STAGE,
+    STEP,
+    TRAINING,
+    WHOLE_STEP,
+    Benchmark,
+    RecordError,
+    Worse,
+    read,
+    worse,
+)
+
+# Of the README's lines.
+WIDTH = 140
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+# What arms are called, in the order of columns; one that is not here comes last, under its own name.
+ARMS = {
+    "stock": "DeepSpeed MoE",
+    "sequential": "ours, `sequential`",
+    "ours": "ours, `overlap`",
+    "autoep": "AutoEP",
+    "autoep_fused": "AutoEP, fused options",
+    "ours_autoep": "AutoEP, ours",
+    GEMMS_ALONE: "GEMMs alone",
+    "torch": "torch's GEMM",
+    "gemm": "our GEMM",
+    "overlap": "ours, `overlap`",
+}
+SPEEDUPS = {
+    "DeepSpeed's layer, converted": ("ours", "stock"),
+    "AutoEP's layer, converted, against AutoEP with its fused options": ("ours_autoep", "autoep_fused"),
+    "DeepSpeed's layer, converted, against AutoEP with its fused options": ("ours", "autoep_fused"),
+}
+# Stage in which a GEMM and an exchange are one kernel -> its bytes on the link.
+FUSED = {"in": "arrive", "down": "return", "down back": "arrive", "in back": "return"}
+DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
+VERSIONS = {"torch": "torch", "triton": "triton", "deepspeed": "DeepSpeed", "transformers": "transformers"}
+VERSIONS |= {"nccl": "NCCL", "driver": "driver", "commit": "commit"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    report = actions.add_parser("report", help="what the records of the benchmarks say")
+    report.add_argument("records", type=Path, help="a folder of records, such as examples/results")
+    report.add_argument("--readme", type=Path, help=f"rewrite the part of this file between {BEGIN} and {END}")
+    report.add_argument("--html", type=Path, help="write a page with all percentiles and with plots; needs matplotlib")
+    report.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
+    report.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report and writes what was asked for; returns 0, or 2 where the records or a file do not fit."""
+    try:
+        benchmarks = read(arguments.records)
+        if arguments.html:
+            from .bench_page import page
+
+            arguments.html.write_text(page(benchmarks), encoding="utf-8")
+        if arguments.readme:
+            readme = with_results(arguments.readme.read_text(encoding="utf-8"), results(benchmarks))
+            arguments.readme.write_text(readme, encoding="utf-8")
+    except ImportError as error:
+        print(f"ds-tileoverlap: --html: {error}: python -m pip install matplotlib markdown-it-py", file=sys.stderr)
+        return 2
+    except (RecordError, OSError) as error:
+        print(f"ds-tileoverlap: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(figures(benchmarks), indent=2) if arguments.json else results(benchmarks))
+    return 0
+
+
+def with_results(readme: str, text: str) -> str:
+    """The README with ``text`` between its two markers."""
+    before, begin, rest = readme.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise RecordError(f"--readme: expected a line {BEGIN} and after it a line {END}")
+    return f"{before}{begin}{text}\n{end}{after}"
+
+
+def figures(benchmarks: list[Benchmark]) -> dict:
+    """All measures of all runs, and where ours is not the better arm."""
+    return {
+        "measures": {run.name: run.measures for benchmark in benchmarks for run in benchmark.runs},
+        "worse": [found._asdict() for found in worse(benchmarks)],
+    }
+
+
+def results(benchmarks: list[Benchmark]) -> str:
+    """What stands in the README, as Markdown: a part for each kind of benchmark, then where ours is slower."""
+    writers = {LAYER: layers, STAGE: stages, STEP: steps, TRAINING: trainings}
+    parts = [conditions(benchmarks)]
+    for kind, write in writers.items():
+        if found := of_kind(benchmarks, kind):
+            parts.append(write(found))
+    slower = [found for found in worse(benchmarks) if found.measure != PEAK]
+    return "\n\n".join(part for part in [*parts, listed("slower", slower)] if part)
+
+
+def of_kind(benchmarks: list[Benchmark], kind: str) -> list[Benchmark]:
+    return [benchmark for benchmark in benchmarks if benchmark.kind == kind]
+
+
+def conditions(benchmarks: list[Benchmark]) -> str:
+    records = [run.record for benchmark in benchmarks for run in benchmark.runs if "environment" in run.record]
+    if not records:
+        return ""
+    machines = {f"{r['ranks']}x {r['environment']['device']}, {_versions(r['environment'])}" for r in records}
+    dates = sorted({record["environment"]["date"] for record in records})
+    text = f"{' to '.join(dict.fromkeys((*dates[:1], *dates[-1:])))}: {'; '.join(sorted(machines))}."
+    if any(len(benchmark.runs) > 1 for benchmark in benchmarks):
+        text += " In parentheses: the range of other runs."
+    return wrapped(text)
+
+
+def _versions(environment: dict) -> str:
+    return ", ".join(f"{name} {environment[key]}" for key, name in VERSIONS.items() if key in environment)
+
+
+def layers(benchmarks: list[Benchmark]) -> str:
+    """The shapes themselves, then how many times as fast, there and at other token counts."""
+    families = families_of(benchmarks)
+    plain = [family[0] for family in families]
+    arms = in_order({arm for benchmark in plain for arm in benchmark.arms})
+    times = [[_dimensions(b), *(_layer_cell(b, arm) for arm in arms)] for b in plain]
+    faster = [[name, *(fold(b.speedups(BOTH, *pair)) for b in plain)] for name, pair in SPEEDUPS.items()]
+    cases = list(dict.fromkeys(case(b) for family in families for b in family))
+    found = [{case(b): fold(b.speedups(BOTH, "ours", "sequential")) for b in family} for family in families]
+    name = f"`overlap` against `sequential`, {'; '.join(cases)}"
+    faster.append([name, *("; ".join(by_case.get(case, "-") for case in cases) for by_case in found)])
+    return "\n\n".join(
+        [
+            table(["layer (H, I, E, k), tokens a rank", *map(label, arms)], times),
+            table(["forward + backward: times as fast", *map(shape_name, plain)], faster),
+            commands(benchmarks),
+        ]
+    )
+
+
+def families_of(benchmarks: list[Benchmark]) -> list[list[Benchmark]]:
+    """Benchmarks of layers with equal dimensions; in each family the one with the shortest name comes first."""
+    families = defaultdict(list)
+    for benchmark in benchmarks:
+        families[tuple(benchmark.shape[name] for name in DIMENSIONS)].append(benchmark)
+    return [sorted(family, key=lambda b: (len(b.shape["name"]), b.shape["tokens"])) for family in families.values()]
+
+
+def case(benchmark: Benchmark) -> str:
+    """What sets it apart in its family."""
+    return f"{benchmark.shape['tokens']} tokens{' skewed' if benchmark.shape['rank_spread'] else ''}"
+
+
+def shape_name(benchmark: Benchmark) -> str:
+    return benchmark.shape["name"]
+
+
+def _dimensions(benchmark: Benchmark) -> str:
+    sizes = ", ".join(str(benchmark.shape[name]) for name in DIMENSIONS)
+    return f"{shape_name(benchmark)} ({sizes}), {benchmark.shape['tokens']}"
+
+
+def _layer_cell(benchmark: Benchmark, arm: str) -> str:
+    times = f"{shown(benchmark.medians(FORWARD, arm))} / {shown(benchmark.medians(BOTH, arm))} ms"
+    return times if arm == GEMMS_ALONE else f"{times}, {shown(benchmark.medians(PEAK, arm)[:1])} GiB"
+
+
+def stages(benchmarks: list[Benchmark]) -> str:
+    lead = (
+        "Stages of `overlap`, a GEMM and an exchange in one kernel: times as fast as `sequential`; share of the roof, "
+        "max(torch's GEMM, link). Return: down until all rows are there (the faster of rows and sums), against torch's "
+        "GEMM, then NCCL's all-to-all."
+    )
+    rows = [[stage, *(_stage_cell(b, stage) for b in benchmarks)] for stage in FUSED]
+    rows.append(["return", *(fold(best_return(b)) for b in benchmarks)])
+    return "\n\n".join([wrapped(lead), table(["stage", *map(shape_name, benchmarks)], rows), commands(benchmarks)])
+
+
+def _stage_cell(benchmark: Benchmark, stage: str) -> str:
+    return f"{fold(benchmark.speedups(stage, 'overlap', 'sequential'))}; {roof_share(benchmark, stage):.0%}"
+
+
+def roof_share(benchmark: Benchmark, stage: str, arm: str = "overlap") -> float:
+    """max(compute, link) over the time, of the first run; above 1 where our GEMM is faster than torch's."""
+    compute, time = (benchmark.medians(stage, name)[0] for name in ("torch", arm))
+    return max(compute, benchmark.record["link_ms"][FUSED[stage]]) / time
+
+
+def return_arms(benchmark: Benchmark) -> dict[str, dict[int, str]]:
+    """How rows return -> number of SMs for couriers -> arm."""
+    arms = [arm.split() for arm in benchmark.arms if arm.startswith(("rows", "sums"))]
+    return {how: {int(sms): f"{how} {sms}" for each, sms in arms if each == how} for how in ("rows", "sums")}
+
+
+def best_return(benchmark: Benchmark) -> list[float | None]:
+    """Of rows and sums the faster one, on the fewest SMs, for each run."""
+    arms = [by_sms[min(by_sms)] for by_sms in return_arms(benchmark).values() if by_sms]
+    runs = zip(*(benchmark.speedups("down", arm, "serial") for arm in arms))
+    return [max((speed for speed in run if speed), default=None) for run in runs]
+
+
+def steps(benchmarks: list[Benchmark]) -> str:
+    return wrapped(f"Training steps: {'; '.join(map(_step, benchmarks))}.") + f"\n{commands(benchmarks)}"
+
+
+def _step(benchmark: Benchmark) -> str:
+    times = (f"{shown(benchmark.medians(WHOLE_STEP, arm))} ms ({label(arm)})" for arm in in_order({*benchmark.arms}))
+    return f"{benchmark.record['layers']} layers of {shape_name(benchmark)} {', '.join(times)}"
+
+
+def trainings(benchmarks: list[Benchmark]) -> str:
+    return "\n\n".join(wrapped(_training(b.record)) for b in benchmarks)
+
+
+def _training(record: dict) -> str:
+    ours, theirs = (dict(record[name]["train"]) for name in ("overlap", "sequential"))
+    apart = [abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()]
+    (steps, loss), (_, other) = (record[name]["eval"][-1] for name in ("overlap", "sequential"))
+    return (
+        f"Evaluation loss after {steps} steps: {loss:.4f} with `overlap`, {other:.4f} with `sequential`; training "
+        f"losses differ by {statistics.mean(apart):.3f} on average, {max(apart):.3f} at most (`{record['command']}`)."
+    )
+
+
+def listed(how: str, found: list[Worse]) -> str:
+    """A line for each measure: which arm of ours is worse than which other, by how much, in which record."""
+    places = defaultdict(lambda: defaultdict(list))
+    for place in found:
+        pair = f"{label(place.mine)} against {label(place.other)}"
+        places[f"{place.kind}, {place.measure}"][pair].append(f"{place.run} +{place.extra:.1%}")
+    lines = [
+        wrapped(f"- {measure}: {'; '.join(f'{pair}: ' + ', '.join(runs) for pair, runs in pairs.items())}")
+        for measure, pairs in places.items()
+    ]
+    head = f"Where an arm of ours is {how} than another package's or than our own sequential one (all places):"
+    return "\n".join([head, *(lines or ["- none"])])
+
+
+def commands(benchmarks: list[Benchmark]) -> str:
+    """How the first runs were started."""
+    started = dict.fromkeys((b.record["ranks"], b.record["environment"]["command"]) for b in benchmarks)
+    launched = (f"torchrun --standalone --nproc_per_node={ranks} {command} --out DIR" for ranks, command in started)
+    return "\n".join(f"`{line}`" for line in launched)
+
+
+def in_order(arms: set[str]) -> list[str]:
+    return [arm for arm in ARMS if arm in arms] + sorted(arms - ARMS.keys())
+
+
+def label(arm: str) -> str:
+    return ARMS.get(arm, arm)
+
+
+def shown(values: list[float | None], unit: str = "") -> str:
+    """The first run's value and, where there are others, their range."""
+    first, *rest = values
+    if first is None:
+        return "-"
+    others = [value for value in rest if value is not None]
+    return f"{first:.2f}{unit}" + (f" ({min(others):.2f} to {max(others):.2f})" if others else "")
+
+
+def fold(values: list[float | None]) -> str:
+    return shown(values, "x")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  " if text.startswith("- ") else "", break_on_hyphens=False)
