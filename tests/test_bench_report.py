@@ -1,0 +1,307 @@
+"""The report of the benchmarks: the README's figures are the records', and no place where ours loses is left out."""
+
+import copy
+import json
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ds_tileoverlap import bench_page, bench_records, bench_report, cli
+from ds_tileoverlap.bench_records import BOTH
+from ds_tileoverlap.bench_report import FUSED
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "examples" / "results"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(RECORDS, tmp_path / "results"))
+
+
+def change(folder, name, edit, to=None):
+    """Writes a record of the folder, edited, over itself or as another run."""
+    record = json.loads((folder / f"{name}.json").read_text())
+    edit(record)
+    (folder / f"{to or name}.json").write_text(json.dumps(record))
+
+
+def times_of(**medians):
+    """An edit of a layer's record: forward + backward of these arms."""
+
+    def edit(record):
+        for arm, median in medians.items():
+            record["arms"][arm]["forward_backward_ms"]["median"] = median
+
+    return edit
+
+
+def results(folder):
+    return bench_report.results(bench_records.read(folder))
+
+
+def cell(text, row, column):
+    """Of the one table that has this column and a row that starts so."""
+    for table in text.split("\n\n"):
+        header, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
+        for cells in rows:
+            if cells[0].startswith(row) and column in header:
+                return cells[header.index(column)]
+    raise AssertionError(f"no table has {row!r} and {column!r}")
+
+
+def worse(folder):
+    return {found[:5]: found.extra for found in bench_records.worse(bench_records.read(folder))}
+
+
+def test_the_readme_is_what_the_records_say():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == bench_report.with_results(readme, results(RECORDS)), "ds-tileoverlap bench report --readme"
+
+
+def test_figures_follow_the_records(folder):
+    change(folder, "qwen3-30b", times_of(ours=4.0, stock=50.0))
+    text = results(folder)
+    assert cell(text, "DeepSpeed's layer, converted", "qwen3-30b") == "12.50x"
+    assert "/ 4.00 ms" in cell(text, "qwen3-30b (", "ours, `overlap`")
+
+
+def test_only_the_part_between_the_markers_changes(folder, tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{bench_report.BEGIN}\nold\n{bench_report.END}\nbelow\n")
+    assert cli.main(["bench", "report", str(folder), "--readme", str(readme)]) == 0
+    text = capsys.readouterr().out
+    assert readme.read_text() == f"above\n{bench_report.BEGIN}\n{text}{bench_report.END}\nbelow\n"
+
+
+def test_every_place_where_ours_is_slower(folder):
+    change(
+        folder,
+        "olmoe",
+        times_of(ours=20.0, ours_autoep=9.0, sequential=10.0, stock=40.0, autoep=16.0, autoep_fused=8.0),
+    )
+    places = {place[3:]: extra for place, extra in worse(folder).items() if place[:3] == ("olmoe", "layer", BOTH)}
+    assert places == {
+        ("ours", "sequential"): 1.0,
+        ("ours", "autoep"): 0.25,
+        ("ours", "autoep_fused"): 1.5,
+        ("ours_autoep", "autoep_fused"): 0.125,
+        ("sequential", "autoep_fused"): 0.25,
+    }
+    assert "ours, `overlap` against AutoEP: olmoe +25.0%" in " ".join(results(folder).split())
+
+
+def test_a_new_arm_is_compared_as_another_package(folder):
+    change(folder, "mixtral", lambda record: record["arms"].update(other=copy.deepcopy(record["arms"]["stock"])))
+    change(folder, "mixtral", times_of(other=1.0))
+    slower = {place[3] for place in worse(folder) if place[4] == "other" and place[2] == BOTH}
+    assert slower == {"ours", "ours_autoep", "sequential"}
+    assert "/ 1.00 ms" in cell(results(folder), "mixtral (", "other")
+
+
+def test_steps_are_compared_with_the_same_model(folder):
+    arms = {"stock": 9.0, "sequential": 3.0, "ours": 4.0, "autoep_fused": 1.0, "ours_autoep": 2.0}
+    times = {arm: {"median": median} for arm, median in arms.items()}
+    change(folder, "step-olmoe", lambda record: record.update(step_ms=times))
+    found = {place[3:] for place in worse(folder) if place[0] == "step-olmoe"}
+    assert found == {("ours", "sequential"), ("ours_autoep", "autoep_fused")}
+
+
+def test_stages_are_compared_with_the_same_work(folder):
+    def edit(record):
+        arms = {
+            "torch": 1.0,
+            "gemm": 1.1,
+            "sequential": 2.0,
+            "overlap": 3.0,
+            "serial": 1.0,
+            "rows 0": 0.5,
+            "sums 0": 2.0,
+            "rows 8": 0.1,
+        }
+        record["times_ms"] = {f"{stage}: {arm}": {"median": ms} for stage in FUSED for arm, ms in arms.items()}
+
+    change(folder, "stages-olmoe", edit)
+    found = {place[3:] for place in worse(folder) if place[:3] == ("stages-olmoe", "stage", "down")}
+    assert found == {("overlap", "sequential"), ("gemm", "torch"), ("sums 0", "serial")}
+    assert cell(results(folder), "down", "olmoe") == "0.67x; 33%"
+    assert cell(results(folder), "return", "olmoe") == "2.00x"
+
+
+def test_other_runs_give_a_range(folder):
+    change(folder, "qwen3-30b", times_of(autoep_fused=8.0, ours=4.0))
+    for number, median in ((2, 5.0), (10, 10.0)):
+        change(folder, "qwen3-30b", times_of(ours=median), f"qwen3-30b.{number}")
+    (benchmark,) = (b for b in bench_records.read(folder) if b.runs[0].name == "qwen3-30b")
+    assert [run.name for run in benchmark.runs][:2] == ["qwen3-30b", "qwen3-30b.2"]
+    assert benchmark.runs[-1].name == "qwen3-30b.10"
+    text = results(folder)
+    assert "/ 4.00 (5.00 to 10.00) ms, " in cell(text, "qwen3-30b (", "ours, `overlap`")
+    assert cell(text, "DeepSpeed's layer, converted, against AutoEP", "qwen3-30b") == "2.00x (0.80 to 1.60)"
+    assert "qwen3-30b.10 +25.0%" in " ".join(text.split()), "where only another run is slower is listed too"
+
+
+def test_a_run_without_an_arm_leaves_the_range_to_the_others(folder):
+    change(folder, "olmoe", times_of(ours=4.0, stock=8.0))
+    change(folder, "olmoe", lambda record: record["arms"].pop("stock"), "olmoe.2")
+    assert cell(results(folder), "DeepSpeed's layer, converted", "olmoe") == "2.00x"
+
+
+FAULTS = {
+    "broken": ("olmoe", "{", "not a record of a benchmark"),
+    "other": ("olmoe", '{"a": 1}', "not a record of a benchmark, which has one of the fields arms, times_ms"),
+    "incomplete": ("olmoe", '{"arms": {}}', "not a record of a benchmark: KeyError('environment')"),
+}
+
+
+@pytest.mark.parametrize("name,text,words", FAULTS.values(), ids=FAULTS)
+def test_a_file_that_is_no_record(folder, capsys, name, text, words):
+    (folder / f"{name}.json").write_text(text)
+    assert f"{name}.json: {words}" in failed(folder, capsys)
+
+
+def test_what_is_no_result(folder, capsys):
+    change(folder, "olmoe", lambda record: record["gate"].update(passed=False))
+    change(folder, "mixtral", lambda record: record["environment"].pop("nccl"))
+    change(folder, "mixtral-2048", lambda record: None, "qwen3-30b.2")
+    said = failed(folder, capsys)
+    assert "olmoe.json: its equality gate failed" in said and "mixtral.json: a smoke test on" in said
+    assert "qwen3-30b.2.json: another benchmark or shape than qwen3-30b.json" in said
+
+
+def test_no_records(tmp_path, capsys):
+    assert f"{tmp_path}: no records" in failed(tmp_path, capsys)
+
+
+def test_a_readme_without_markers_is_left_alone(tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(bench_report.END)
+    assert "expected a line <!-- results -->" in failed(RECORDS, capsys, "--readme", str(readme))
+    assert readme.read_text() == bench_report.END
+
+
+def test_a_page_needs_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ds_tileoverlap.bench_page", None)
+    assert "pip install matplotlib" in failed(RECORDS, capsys, "--html", str(tmp_path / "page.html"))
+    assert not list(tmp_path.iterdir())
+
+
+def failed(folder, capsys, *options):
+    assert cli.main(["bench", "report", str(folder), *options]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    return err
+
+
+def test_json(capsys):
+    assert cli.main(["bench", "report", str(RECORDS), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    record = json.loads((RECORDS / "olmoe.json").read_text())
+    assert report["measures"]["olmoe"]["forward"]["ours"] == record["arms"]["ours"]["forward_ms"]
+    assert [tuple(place.values()) for place in report["worse"]] == bench_records.worse(bench_records.read(RECORDS))
+
+
+class Page(HTMLParser):
+    """Elements that are open, what the page refers to, its ids, and the text of its elements by tag."""
+
+    VOID = {"meta", "br", "hr", "img"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.references, self.ids = [], [], []
+        self.found = {tag: [] for tag in ("h2", "td", "svg", "script")}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.handle_startendtag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        for name, value in attributes:
+            if name.split(":")[-1] in ("src", "href"):
+                self.references.append(value)
+            if name == "id":
+                self.ids.append(value)
+            self.references += re.findall(r"url\((.*?)\)", value or "")
+        self.found.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.found[self.open[-1]][-1] += data
+
+
+@pytest.fixture(scope="module")
+def page():
+    return bench_page.page(bench_records.read(RECORDS))
+
+
+def test_the_page_is_whole_and_loads_nothing(page):
+    found = Page(page)
+    assert not found.open
+    assert found.references and {*found.references} <= {f"#{name}" for name in found.ids}
+    assert len(found.ids) == len(set(found.ids))
+    assert "@import" not in page and "url(" not in "".join(found.found["style"]) and not found.found["script"]
+
+
+def test_the_page_has_every_figure(page):
+    cells = Page(page).found["td"]
+    for benchmark in bench_records.read(RECORDS):
+        for arms in benchmark.runs[0].measures.values():
+            for arm in arms.values():
+                spread = f" ({arm['p10']:.3f} to {arm['p90']:.3f})" if "p10" in arm else ""
+                assert f"{arm['median']:.3f}{spread}" in cells
+
+
+def test_plots_take_the_colour_of_the_text(page):
+    assert bench_page.INK not in page and page.count("currentColor") > 100
+
+
+PLOTS = {
+    "olmoe": {"Times as fast: forward + backward"},
+    "olmoe olmoe-2048": {"Times as fast: forward + backward", "Time over tokens"},
+    "stages-olmoe": {"Stages: max(compute, link) over their time"},
+    "step-olmoe": set(),
+    "train_moe-500-steps": {"Training"},
+}
+
+
+@pytest.mark.parametrize("names,headings", PLOTS.items(), ids=PLOTS)
+def test_plots_of_what_there_is(folder, names, headings):
+    keep_only(folder, names.split())
+    assert {*headings_of(folder)} - {"Results", "Percentiles: median (p10 to p90)"} == headings
+
+
+def test_a_sweep_over_sms(folder):
+    def sweep(record):
+        times = record["times_ms"]
+        times |= {f"down: {how} 8": times[f"down: {how} 0"] for how in ("rows", "sums")}
+
+    keep_only(folder, ["stages-olmoe"])
+    change(folder, "stages-olmoe", sweep)
+    assert "SMs for couriers of the return" in headings_of(folder)
+
+
+def keep_only(folder, names):
+    for path in folder.iterdir():
+        if path.stem not in names:
+            path.unlink()
+
+
+def headings_of(folder):
+    """Of the page; each plot has one."""
+    found = Page(bench_page.page(bench_records.read(folder))).found
+    assert len(found["svg"]) == len(found["h2"]) - 2
+    return found["h2"]
+
+
+def test_markup_in_a_record_stays_text(folder):
+    change(folder, "olmoe", lambda record: record["environment"].update(device="<script>alert(1)</script>"))
+    assert not Page(bench_page.page(bench_records.read(folder))).found["script"]
