@@ -143,7 +143,7 @@ def layers(benchmarks: list[Benchmark]) -> str:
     families = families_of(benchmarks)
     plain = [family[0] for family in families]
     arms = in_order({arm for benchmark in plain for arm in benchmark.arms})
-    times = [[_dimensions(b), *(_layer_cell(b, arm) for arm in arms)] for b in plain]
+    times = [[f"{_dimensions(b)}, {b.shape['tokens']}", *(_layer_cell(b, arm) for arm in arms)] for b in plain]
     faster = [[name, *(fold(b.speedups(BOTH, *pair)) for b in plain)] for name, pair in SPEEDUPS.items()]
     cases = list(dict.fromkeys(case(b) for family in families for b in family))
     found = [{case(b): fold(b.speedups(BOTH, "ours", "sequential")) for b in family} for family in families]
@@ -177,7 +177,7 @@ def shape_name(benchmark: Benchmark) -> str:
 
 def _dimensions(benchmark: Benchmark) -> str:
     sizes = ", ".join(str(benchmark.shape[name]) for name in DIMENSIONS)
-    return f"{shape_name(benchmark)} ({sizes}), {benchmark.shape['tokens']}"
+    return f"{shape_name(benchmark)} ({sizes})"
 
 
 def _layer_cell(benchmark: Benchmark, arm: str) -> str:
@@ -193,7 +193,7 @@ def stages(benchmarks: list[Benchmark]) -> str:
     )
     rows = [[stage, *(_stage_cell(b, stage) for b in benchmarks)] for stage in FUSED]
     rows.append(["return", *(fold(best_return(b)) for b in benchmarks)])
-    return "\n\n".join([wrapped(lead), table(["stage", *map(shape_name, benchmarks)], rows), commands(benchmarks)])
+    return "\n\n".join([wrapped(lead), table(["stage", *map(_dimensions, benchmarks)], rows), commands(benchmarks)])
 
 
 def _stage_cell(benchmark: Benchmark, stage: str) -> str:

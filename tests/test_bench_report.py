@@ -128,8 +128,8 @@ def test_stages_are_compared_with_the_same_work(folder):
     change(folder, "stages-olmoe", edit)
     found = {place[3:] for place in worse(folder) if place[:3] == ("stages-olmoe", "stage", "down")}
     assert found == {("overlap", "sequential"), ("gemm", "torch"), ("sums 0", "serial")}
-    assert cell(results(folder), "down", "olmoe") == "0.67x; 33%"
-    assert cell(results(folder), "return", "olmoe") == "2.00x"
+    assert cell(results(folder), "down", "olmoe (2048, 1024, 64, 8)") == "0.67x; 33%"
+    assert cell(results(folder), "return", "olmoe (2048, 1024, 64, 8)") == "2.00x"
 
 
 def test_other_runs_give_a_range(folder):
