@@ -204,6 +204,12 @@ def _hugging_face_model(shape: Shape, layers: int, device: torch.device, dtype: 
     return preset, model
 
 
+def backend_of(layer: nn.Module) -> str | None:
+    """The backend of ours that the last forward ran on; ``None`` where the layer is not ours."""
+    run = next((module.tile_overlap for module in layer.modules() if hasattr(module, "tile_overlap")), None)
+    return run.backend if run else None
+
+
 def output_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     result = layer(x)
     return result[0] if isinstance(result, tuple) else result

@@ -33,7 +33,7 @@ import deepspeed
 import torch
 import triton
 import yaml
-from bench_arms import AUTOEP_FUSED, Chunks, Shape, autoep, exact_output, expert_counts, native, output_of
+from bench_arms import AUTOEP_FUSED, Chunks, Shape, autoep, backend_of, exact_output, expert_counts, native, output_of
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from torch import distributed as dist
@@ -142,6 +142,7 @@ def run(shape: Shape, names: list[str], samples: int, device: torch.device, brea
         "arms": {},
         "goals": GOALS.get(shape.name, {}),
     }
+    record["backends"] = {name: backend for name, arm in arms.items() if (backend := backend_of(arm))}
     # A token or two may fall otherwise by float32 rounding, not more.
     record["gate"]["passed"] &= record["routing"]["moved"]["ours"] <= 1e-3
     if not record["gate"]["passed"]:
@@ -377,6 +378,7 @@ def table(record: dict) -> str:
         f"fullest expert {record['routing']['fullest_over_mean']:.2f}x the mean"
     ]
     lines.append("  routes moved: " + ", ".join(f"{k} {v:.1e}" for k, v in record["routing"]["moved"].items()))
+    lines.append("  backends: " + ", ".join(f"{name} {backend}" for name, backend in record["backends"].items()))
     lines += [f"  {name} is skipped: {reason}" for name, reason in record["skipped"].items()]
     if not record["gate"]["passed"]:
         return "\n".join([*lines, f"  equality gate FAILED, nothing timed: {record['gate']}"])
