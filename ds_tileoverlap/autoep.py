@@ -6,6 +6,7 @@ a token to its experts and back.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,10 +27,16 @@ from .stacked_experts import ACTIVATION_OF, StackedExperts
 from .stages import Stages
 from .top_k import TopKRouting, top_k_routing
 
+# What peft puts before the names of a model's modules.
+PEFT_PREFIX = "base_model.model."
+
+# Names of MoE layers, as a whole, in every family that AutoEP knows.
+MOE_LAYERS = rf"({re.escape(PEFT_PREFIX)})?model\.layers\.\d+\.mlp"
+
 # Model type -> keys of "expert_parallel" that AutoEP does not find out by itself, from the model's configuration.
 MISSING_KEYS = {
     "olmoe": lambda config: {
-        "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
+        "moe_layer_pattern": MOE_LAYERS,
         "num_experts_attr": "num_experts",
         "route_norm": config.norm_topk_prob,
     },
@@ -41,10 +48,14 @@ MISSING_KEYS = {
 def completed(ds_config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """``ds_config`` with what AutoEP has to be told about this model; a key that is there already stays as it is."""
     config = getattr(model, "config", None)
-    keys_of = MISSING_KEYS.get(getattr(config, "model_type", None))
-    if keys_of is None:
-        return ds_config
-    return {**ds_config, "expert_parallel": {**keys_of(config), **ds_config["expert_parallel"]}}
+    keys_of = MISSING_KEYS.get(getattr(config, "model_type", None), lambda config: {})
+    keys = {"moe_layer_pattern": MOE_LAYERS} if is_peft(model) else {}
+    return {**ds_config, "expert_parallel": {**keys, **keys_of(config), **ds_config["expert_parallel"]}}
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether peft wraps the model; peft need not be installed."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 class TileAutoEPMoELayer(AutoEPMoELayer):

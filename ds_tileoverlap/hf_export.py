@@ -1,0 +1,129 @@
+"""Saves what AutoEP trains as a Hugging Face folder; DeepSpeed itself writes its own names, and one rank's experts."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed import comm as dist
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import MoELayerSpec
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
+from torch import nn
+
+from .autoep import PEFT_PREFIX, autoep_layers, is_peft
+
+
+def save_pretrained(engine: DeepSpeedEngine, folder: str | os.PathLike) -> None:
+    """Writes the model, or the adapters of a peft model, so that ``from_pretrained`` of transformers or peft loads it.
+
+    All ranks call it: the experts of all of them are brought together, on rank 0's CPU, which holds the whole model.
+    Layers may run on this package or be AutoEP's own.
+
+    Raises:
+        ValueError: a tensor would be missing, left over or of another shape; says which. Nothing is written.
+        RuntimeError: rank 0 could not write, on every rank.
+    """
+    state, failure = hf_state_dict(engine), [None]
+    if dist.get_rank() == 0:
+        try:
+            engine.module.save_pretrained(folder, state_dict=state)
+        except Exception as error:  # the other ranks wait to hear of it, whatever it is
+            failure = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0]:
+        raise RuntimeError(f"rank 0 could not save the model to {folder}: {failure[0]}")
+
+
+def hf_state_dict(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    """The state that the model would have if AutoEP had not converted it, on CPU; empty on ranks other than 0.
+
+    Of a peft model only what is not a routed expert's: those are never part of an adapter.
+
+    Raises:
+        ValueError: see :func:`save_pretrained`.
+    """
+    model = engine.module
+    has_adapters = is_peft(model)
+    original = _skeleton(model.get_base_model() if has_adapters else model)
+    specs = {spec.moe_module_name: spec for spec in AutoEP(original, engine._config.expert_parallel_config).ep_parser()}
+    layers = {name.removeprefix(PEFT_PREFIX): layer for name, layer in autoep_layers(model).items()}
+    _check(layers, specs)
+    prefixes = tuple(f"{PEFT_PREFIX if has_adapters else ''}{name}." for name in layers)
+    state = {name: value for name, value in model.state_dict().items() if not name.startswith(prefixes)}
+    for prefix, layer, spec in zip(prefixes, layers.values(), (specs[name] for name in layers)):
+        tensors = {**_renamed(layer, spec), **({} if has_adapters else _experts(layer, spec, original))}
+        state.update({prefix + name: value.cpu() for name, value in tensors.items()})
+    if not has_adapters:
+        _check_names(state, original)
+    return state if dist.get_rank() == 0 else {}
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """The model before AutoEP, with names and shapes but no values."""
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
+def _renamed(layer: AutoEPMoELayer, spec: MoELayerSpec) -> dict[str, torch.Tensor]:
+    """The layer's tensors besides its routed experts, by the names that they had before AutoEP."""
+    bias_owner = spec.router_name if spec.e_score_correction_bias_path is None else spec.e_score_correction_bias_path
+    old_names = {
+        "router.gate.": f"{spec.router_name}.",
+        "router.e_score_correction_bias": f"{bias_owner}.e_score_correction_bias".removeprefix("."),
+        "shared_experts.": f"{spec.shared_experts_name}.",
+        "shared_experts_gate.": f"{spec.shared_experts_gate_name}.",
+    }
+    return {
+        old + name.removeprefix(new): value
+        for name, value in layer.state_dict().items()
+        for new, old in old_names.items()
+        if name.startswith(new)
+    }
+
+
+def _experts(layer: AutoEPMoELayer, spec: MoELayerSpec, original: nn.Module) -> dict[str, torch.Tensor]:
+    """The routed experts of all ranks, stacked as before AutoEP; a collective of the expert-parallel group."""
+    gate, down, up = (_gathered(getattr(layer.experts, name), layer) for name in ("w1", "w2", "w3"))
+    names = [f"{spec.experts_name}.{name}" for name in (spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name)]
+    if spec.expert_w3_name is not None:
+        return dict(zip(names, (gate, down, up)))
+    source = original.get_submodule(spec.moe_module_name)
+    layout = classify_fused_gate_up_layout(*(tuple(source.get_parameter(name).shape) for name in names[:2]))
+    gate_up = torch.cat([gate, up], dim=1)
+    if layout.layout != "gate_up_first":
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return dict(zip(names, (gate_up, down)))
+
+
+def _gathered(local: torch.Tensor, layer: AutoEPMoELayer) -> torch.Tensor:
+    """[E_local, ...] of every rank -> [E, ...]; AutoEP places experts in the order of ranks."""
+    parts = [torch.empty_like(local) for _ in range(layer.ep_size)]
+    dist.all_gather(parts, local.detach().contiguous(), group=layer.ep_group)
+    return torch.cat([part.cpu() for part in parts])
+
+
+def _check(layers: dict[str, AutoEPMoELayer], specs: dict[str, MoELayerSpec]) -> None:
+    faults = [f"'{name}': AutoEP does not find it in the model's class" for name in layers if name not in specs]
+    for name, layer in layers.items():
+        if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+            faults.append(f"'{name}': ZeRO-3 partitions its parameters")
+        if name in specs and specs[name].expert_storage != "fused_3d":
+            faults.append(f"'{name}': its experts were '{specs[name].expert_storage}', expected 'fused_3d'")
+    if faults:
+        raise ValueError("cannot export these AutoEP layers to Hugging Face's format:\n  " + "\n  ".join(faults))
+
+
+def _check_names(state: dict[str, torch.Tensor], original: nn.Module) -> None:
+    """Refuses a state that ``original`` could not load strictly."""
+    expected = {name: tuple(value.shape) for name, value in original.state_dict().items()}
+    got = {name: tuple(value.shape) for name, value in state.items()}
+    faults = [
+        f"'{name}': got {got.get(name, 'no such tensor')}, expected {expected.get(name, 'no such tensor')}"
+        for name in sorted(expected.keys() | got.keys())
+        if expected.get(name) != got.get(name)
+    ]
+    if faults:
+        raise ValueError("the model does not match its class in Hugging Face's format:\n  " + "\n  ".join(faults))
