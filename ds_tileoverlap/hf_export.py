@@ -48,8 +48,9 @@ def hf_state_dict(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     model = engine.module
     has_adapters = is_peft(model)
     original = _skeleton(model.get_base_model() if has_adapters else model)
-    specs = {spec.moe_module_name: spec for spec in AutoEP(original, engine._config.expert_parallel_config).ep_parser()}
     layers = {name.removeprefix(PEFT_PREFIX): layer for name, layer in autoep_layers(model).items()}
+    found = AutoEP(original, engine._config.expert_parallel_config).ep_parser() if layers else []
+    specs = {spec.moe_module_name: spec for spec in found}
     _check(layers, specs)
     prefixes = tuple(f"{PEFT_PREFIX if has_adapters else ''}{name}." for name in layers)
     state = {name: value for name, value in model.state_dict().items() if not name.startswith(prefixes)}

@@ -134,9 +134,7 @@ def test_resume_equals_an_uninterrupted_run(two_ranks, tmp_path, zero, saved_by_
 def _lora_model(source):
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     torch.manual_seed(1)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-    )
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(model, config)
 
 
