@@ -4,21 +4,23 @@ import json
 import re
 import sys
 
+import corpus
 import deepspeed
 import pytest
 import torch
-from deepspeed import comm
-from deepspeed.utils import safe_get_full_grad
 from launched import ROOT, launcher, run
 from models import assert_close
+from options import UsageError
 from safetensors.torch import load_file
 from test_autoep import batch, model_of
 
-import ds_tileoverlap  # noqa: F401 - makes deepspeed.initialize read the block
+from ds_tileoverlap.hf_export import save_pretrained
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("accelerate")
+finetune_hf = pytest.importorskip("finetune_hf")
 
 # What AutoEP has to be told of a peft model; ours fills it in.
 FOR_PEFT = {"moe_layer_pattern": r"(base_model\.model\.)?model\.layers\.\d+\.mlp"}
@@ -65,8 +67,6 @@ def train(engine, steps):
 
 
 def _round_trip(source, target, enabled, bf16, zero):
-    from ds_tileoverlap.hf_export import save_pretrained
-
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     engine = engine_of(model, enabled, zero, bf16={"enabled": bf16})
     save_pretrained(engine, target)
@@ -90,7 +90,8 @@ def test_an_untrained_folder_comes_back_bitwise(two_ranks, tmp_path, family, ena
     target = str(tmp_path / "target")
     two_ranks(_round_trip, source, target, enabled, dtype == torch.bfloat16, zero)
     expected, got = (load_file(f"{folder}/model.safetensors") for folder in (source, target))
-    assert_close(got, expected, rtol=0.0)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
+    assert all(got[name].dtype == expected[name].dtype for name in got)
 
 
 # --- checkpoints in mid-training
@@ -100,13 +101,28 @@ def _weights(engine):
     return {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
 
 
-def _resume(folder, zero, saved_by_us, loaded_by_us):
-    straight = engine_of(model_of("qwen3_moe")[1], zero=zero)
+def _full(seed):
+    model = model_of("qwen3_moe")[1]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + seed)
+    return model
+
+
+def _lora(seed, source=None):
+    model = transformers.AutoModelForCausalLM.from_pretrained(source) if source else model_of("qwen3_moe")[1]
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def _resume(folder, build, zero, saved_by_us, loaded_by_us):
+    straight = engine_of(build(0), zero=zero)
     expected = train(straight, range(4))
-    first = engine_of(model_of("qwen3_moe")[1], saved_by_us, zero)
+    first = engine_of(build(0), saved_by_us, zero)
     train(first, range(2))
     first.save_checkpoint(folder)
-    second = engine_of(_other_weights(), loaded_by_us, zero)
+    second = engine_of(build(1), loaded_by_us, zero)
     second.load_checkpoint(folder)
     got = train(second, range(2, 4))
     rtol = 0.0 if saved_by_us and loaded_by_us else 1e-4
@@ -114,62 +130,43 @@ def _resume(folder, zero, saved_by_us, loaded_by_us):
     assert_close(_weights(second), _weights(straight), rtol)
 
 
-def _other_weights():
-    model = model_of("qwen3_moe")[1]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    return model
-
-
-@pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("saved_by_us,loaded_by_us", [(True, True), (True, False), (False, True)])
-def test_resume_equals_an_uninterrupted_run(two_ranks, tmp_path, zero, saved_by_us, loaded_by_us):
-    two_ranks(_resume, str(tmp_path), zero, saved_by_us, loaded_by_us)
+@pytest.mark.parametrize("build,zero", [(_full, 0), (_full, 2), (_lora, 0)], ids=["full-0", "full-2", "lora-0"])
+def test_resume_equals_an_uninterrupted_run(two_ranks, tmp_path, build, zero, saved_by_us, loaded_by_us):
+    two_ranks(_resume, str(tmp_path), build, zero, saved_by_us, loaded_by_us)
 
 
 # --- LoRA
 
 
-def _lora_model(source):
-    model = transformers.AutoModelForCausalLM.from_pretrained(source)
-    torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config)
-
-
-def _lora(source, target):
-    from ds_tileoverlap.hf_export import save_pretrained
-
-    grads, ends = [], []
+def _adapters(source, target):
+    grads = []
     for enabled in (False, True):
-        engine = engine_of(_lora_model(source), enabled)
-        start = _weights(engine)
-        ids = batch(0)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        names = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-        grads.append({n: safe_get_full_grad(p).clone() for n, p in engine.module.named_parameters() if p.requires_grad})
+        engine = engine_of(_lora(0, source), enabled)
+        start, ids = _weights(engine), batch(0)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        grads.append({name: p.grad.clone() for name, p in trained.items()})
         engine.step()
         train(engine, range(1, 4))
-        ends.append(_weights(engine))
-        moved = {name for name, value in ends[-1].items() if not torch.equal(value, start[name])}
-        assert moved == names and all("lora_" in name for name in names)
+        moved = {name for name, value in _weights(engine).items() if not torch.equal(value, start[name])}
+        assert moved == trained.keys() and all("lora_" in name for name in moved)
     assert_close(grads[1], grads[0], 1e-4)
     save_pretrained(engine, target)
-    engine.eval()
     with torch.no_grad():
-        return engine.module(batch(0)).logits
+        return engine.module.eval()(batch(0)).logits
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_lora(two_ranks, tmp_path, family):
     source, target = folder_of(family, tmp_path / "source"), str(tmp_path / "adapter")
-    trained = two_ranks(_lora, source, target)[0]
-    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(source), target)
+    trained = two_ranks(_adapters, source, target)[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
     ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert (model(ids).logits - trained).abs().max() < 1e-5
+        untrained = model(ids).logits
+        assert (untrained - trained).abs().max() > 1e-2
+        assert (peft.PeftModel.from_pretrained(model, target)(ids).logits - trained).abs().max() < 1e-5
 
 
 # --- transformers' Trainer
@@ -219,3 +216,75 @@ def test_trainer_reads_the_block(tmp_path):
     for through in ("import", "launcher"):
         kind, losses = _trained(tmp_path, True, through)
         assert kind == OURS and losses == pytest.approx(expected, abs=1e-4)
+
+
+# --- the example
+
+SMALL = "--seq-len 32 --micro-batch 4 --eval-windows 16 --eval-every 3 --steps 6 --lr 1e-2".split()
+
+
+def _finetune(*options):
+    """Runs the example on two CPU ranks; returns its exit code and everything it printed."""
+    script = [str(ROOT / "examples/finetune_hf.py"), "--deepspeed_config", str(ROOT / "configs/finetune_hf.json")]
+    return run([*launcher(), *script, *SMALL, *map(str, options)], LIMIT_S)
+
+
+def _final(code, output):
+    """Evaluation losses after training and before."""
+    line = re.search(r"final: step=6 .* eval_loss=(\S+) \(before: (\S+)\) .* backend=sequential", output)
+    assert code == 0 and line, output
+    return float(line[1]), float(line[2])
+
+
+def _loss(model, text, encode=corpus.as_bytes):
+    """What plain transformers say of the example's held-out text."""
+    read = corpus.from_files([text], encode) if text else corpus.standard_library(encode)
+    windows = read.evaluation(16, 32)
+    with torch.no_grad():
+        return model(windows, labels=windows).loss.item()
+
+
+def test_example_trains_all_weights_and_resumes(tmp_path):
+    after, before = _final(*_finetune("--demo", "--save-every", 3, "--save-dir", tmp_path / "run"))
+    assert after < before - 0.1
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    assert _loss(model, None) == pytest.approx(after, abs=2e-4)
+
+    resume = ("--model", tmp_path / "run/demo", "--resume", tmp_path / "run/step3", "--save-dir", tmp_path / "again")
+    assert _final(*_finetune(*resume)) == (after, before)
+    first, second = (load_file(tmp_path / name / "model/model.safetensors") for name in ("run", "again"))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert (tmp_path / "again/loss_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_example_trains_adapters_on_tokens(tmp_path):
+    text = ROOT / "README.md"
+    folder_of("mixtral", tmp_path / "source")
+    _tokenizer(text).save_pretrained(tmp_path / "source")
+    options = ("--model", tmp_path / "source", "--text", text, "--lora")
+    after, before = _final(*_finetune(*options, "--save-dir", tmp_path / "run"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    encode = finetune_hf.encoder(transformers.AutoTokenizer.from_pretrained(tmp_path / "run/adapter"))
+    assert _loss(model, text, encode) == pytest.approx(before, abs=2e-4)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "run/adapter")
+    assert _loss(adapted, text, encode) == pytest.approx(after, abs=2e-4) and after < before
+
+
+def test_example_lists_every_fault(tmp_path, monkeypatch):
+    (tmp_path / "adapter").mkdir()
+    options = ["--model", "nowhere", "--text", "nothing", "--lora", "--save-dir", str(tmp_path), "--eval-windows", "1"]
+    monkeypatch.setattr(sys, "argv", ["finetune_hf.py", "--deepspeed_config", "config.json", *options])
+    args = finetune_hf.parse_arguments()
+    with pytest.raises(UsageError) as error:
+        finetune_hf.check(args, finetune_hf.choose_size(args), 2)
+    for fault in ("--model: got nowhere", "--text: got nothing", "adapter exists already", "--eval-windows: got 1"):
+        assert fault in str(error.value)
+
+
+def _tokenizer(text):
+    """64 tokens, learnt from a text."""
+    learnt = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="?"))
+    learnt.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=64, special_tokens=["?", "<end>"], show_progress=False)
+    learnt.train([str(text)], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=learnt, unk_token="?", eos_token="<end>")
