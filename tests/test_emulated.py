@@ -446,12 +446,13 @@ def test_memory_is_what_the_formulas_say(op, monkeypatch, again):
             assert all(room[name] <= capacities[name] < room[name] + 16 for name in room), (room, capacities)
 
 
-def _stacked(rank, group, peers, weights, activation):
+def _stacked(rank, group, peers, weights, activation, trained):
     """The routed part of one rank with stacked experts: inputs, output and gradients."""
     local, inner = E // peers.size, weights["w1"].shape[1]
     mine = GroupedExperts(H, inner, local, use_grouped_mm=False, activation=activation, activation_limit=LIMIT)
     for name, value in weights.items():
-        setattr(mine, name, torch.nn.Parameter(value[rank * local : (rank + 1) * local].clone()))
+        part = value[rank * local : (rank + 1) * local].clone()
+        setattr(mine, name, torch.nn.Parameter(part, requires_grad=trained))
     routes = random_routes(rank, 50 + 20 * rank, 2, E)
     x = (tokens(rank, len(routes.experts), hidden=H) * 4).round().div(4).half().requires_grad_()
     routes.weights.requires_grad_()
@@ -476,11 +477,17 @@ LIMIT = 0.75
 
 
 @pytest.mark.parametrize(
-    "activation,biased",
-    [("swiglu", False), ("swiglu_clamped", False), ("swiglu_oai", False), ("swiglu_oai", True)],
-    ids=["swiglu", "clamped", "oai", "GPT-OSS"],
+    "activation,biased,trained",
+    [
+        ("swiglu", False, True),
+        ("swiglu", False, False),
+        ("swiglu_clamped", False, True),
+        ("swiglu_oai", False, True),
+        ("swiglu_oai", True, True),
+    ],
+    ids=["swiglu", "frozen", "clamped", "oai", "GPT-OSS"],
 )
-def test_stacked_experts(op, monkeypatch, activation, biased):
+def test_stacked_experts(op, monkeypatch, activation, biased, trained):
     """One parameter for each projection, whose gradient comes as one tensor."""
     size, inner = 2, 40
     shapes = {"w1": (E, inner, H), "w2": (E, H, inner), "w3": (E, inner, H)}
@@ -493,7 +500,7 @@ def test_stacked_experts(op, monkeypatch, activation, biased):
     }
     joined, gated = [], overlap.project_gated_arriving
     monkeypatch.setattr(overlap, "project_gated_arriving", lambda *inputs: joined.append(1) or gated(*inputs))
-    results = ThreadPools(size, op).run(_stacked, weights, activation)
+    results = ThreadPools(size, op).run(_stacked, weights, activation, trained)
     assert len(joined) == (0 if biased else size), "the GEMM makes the hidden rows where no bias comes before"
     exact = {name: w.double().requires_grad_() for name, w in weights.items()}
     total = 0.0
@@ -514,6 +521,9 @@ def test_stacked_experts(op, monkeypatch, activation, biased):
         total = total + y.sum()
         errors = relative_errors(result, {"y": y.detach(), "x.grad": x_grad, "w.grad": w_grad})
         assert max(errors.values()) <= ERRORS[torch.float16], errors
+    if not trained:
+        assert not any(result[name] is not None for result in results for name in weights)
+        return
     total.backward()
     local = E // size
     for rank, result in enumerate(results):
