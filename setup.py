@@ -6,7 +6,10 @@ import runpy
 from setuptools import setup
 
 versions = runpy.run_path("ds_tileoverlap/versions.py")
-transformers, ahead_of_time = versions["requirement"]("transformers"), {}
+requirements = {name: versions["requirement"](name) for name in versions["TESTED"]}
+ahead_of_time = {}
+example = ["matplotlib", "ninja"]
+finetune = [*example, *(requirements[name] for name in ("transformers", "peft", "accelerate"))]
 if os.environ.get("DS_BUILD_TILEOVERLAP") == "1":
     from torch.utils.cpp_extension import BuildExtension
 
@@ -25,12 +28,18 @@ setup(
     package_data={"ds_tileoverlap": ["csrc/*"]},
     python_requires=f">={versions['TESTED']['python'][0]}",
     entry_points={"console_scripts": ["ds-tileoverlap = ds_tileoverlap.cli:main"]},
-    install_requires=[versions["requirement"](name) for name in ("torch", "triton", "deepspeed")]
-    + ["pyyaml", "rich", "safetensors", "tqdm"],
+    install_requires=[
+        *(requirements[name] for name in ("torch", "triton", "deepspeed")),
+        "pyyaml",
+        "rich",
+        "safetensors",
+        "tqdm",
+    ],
     extras_require={
-        "example": ["matplotlib", "ninja"],
-        "test": ["markdown-it-py", "matplotlib", "ninja", "pytest>=8", "ruff==0.17.6", transformers],
-        "benchmark": ["markdown-it-py", "matplotlib", transformers],
+        "example": example,
+        "finetune": finetune,
+        "test": [*finetune, "markdown-it-py", "pytest>=8", "ruff==0.17.6"],
+        "benchmark": ["markdown-it-py", "matplotlib", requirements["transformers"]],
     },
     **ahead_of_time,
 )

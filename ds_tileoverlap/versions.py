@@ -14,6 +14,9 @@ TESTED = {
     "deepspeed": ("0.19.8", "0.20"),
     # Only where a Hugging Face model is converted; DeepSpeed's AutoEP breaks with later ones.
     "transformers": ("5.12", "5.23"),
+    # Only where Hugging Face models are fine-tuned: adapters, transformers' Trainer.
+    "peft": ("0.21", None),
+    "accelerate": ("1.15", None),
 }
 
 

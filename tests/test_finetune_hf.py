@@ -185,6 +185,8 @@ trainer.train()
 layers = {type(m).__name__ for m in trainer.model_wrapped.modules() if hasattr(m, "_is_autoep_layer")}
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 pathlib.Path(f"found{args.process_index}.json").write_text(json.dumps([*layers, losses]))
+from ds_tileoverlap.hf_export import save_pretrained
+save_pretrained(trainer.model_wrapped, "saved")
 torch.distributed.destroy_process_group()
 """
 
@@ -200,7 +202,7 @@ def _trained(folder, enabled, through):
         "tile_overlap": {"enabled": enabled},
     }
     (folder / "ds_config.json").write_text(json.dumps(config))
-    (folder / "train.py").write_text(("import ds_tileoverlap" if through == "import" else "") + TRAINER)
+    (folder / "train.py").write_text("import ds_tileoverlap" * (through == "import") + TRAINER)
     module = ["--module", "ds_tileoverlap.run"] if through == "launcher" else []
     code, output = run([*launcher(), *module, "train.py"], LIMIT_S, cwd=folder, OMP_NUM_THREADS="1")
     assert code == 0, output
@@ -216,6 +218,8 @@ def test_trainer_reads_the_block(tmp_path):
     for through in ("import", "launcher"):
         kind, losses = _trained(tmp_path, True, through)
         assert kind == OURS and losses == pytest.approx(expected, abs=1e-4)
+    source, saved = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "saved"))
+    assert source.keys() == saved.keys() and not any(torch.equal(source[name], saved[name]) for name in source)
 
 
 # --- the example
