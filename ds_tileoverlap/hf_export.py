@@ -38,7 +38,7 @@ def save_pretrained(engine: DeepSpeedEngine, folder: str | os.PathLike) -> None:
 
 
 def hf_state_dict(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    """The state that the model would have if AutoEP had not converted it, on CPU; empty on ranks other than 0.
+    """The state that the model would have if AutoEP had not converted it; empty on ranks other than 0.
 
     Of a peft model only what is not a routed expert's: those are never part of an adapter.
 
@@ -56,7 +56,7 @@ def hf_state_dict(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     state = {name: value for name, value in model.state_dict().items() if not name.startswith(prefixes)}
     for prefix, layer, spec in zip(prefixes, layers.values(), (specs[name] for name in layers)):
         tensors = {**_renamed(layer, spec), **({} if has_adapters else _experts(layer, spec, original))}
-        state.update({prefix + name: value.cpu() for name, value in tensors.items()})
+        state.update({prefix + name: value for name, value in tensors.items()})
     if not has_adapters:
         _check_names(state, original)
     return state if dist.get_rank() == 0 else {}
@@ -100,10 +100,10 @@ def _experts(layer: AutoEPMoELayer, spec: MoELayerSpec, original: nn.Module) -> 
 
 
 def _gathered(local: torch.Tensor, layer: AutoEPMoELayer) -> torch.Tensor:
-    """[E_local, ...] of every rank -> [E, ...]; AutoEP places experts in the order of ranks."""
+    """[E_local, ...] of every rank -> [E, ...] on CPU, without values but on rank 0; AutoEP places experts by rank."""
     parts = [torch.empty_like(local) for _ in range(layer.ep_size)]
     dist.all_gather(parts, local.detach().contiguous(), group=layer.ep_group)
-    return torch.cat([part.cpu() for part in parts])
+    return torch.cat([part.to("cpu" if dist.get_rank() == 0 else "meta") for part in parts])
 
 
 def _check(layers: dict[str, AutoEPMoELayer], specs: dict[str, MoELayerSpec]) -> None:

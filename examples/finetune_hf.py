@@ -28,6 +28,7 @@ from training_loop import (
     evaluate,
     load,
     run_main,
+    save,
     start_ranks,
     train,
     warmup_then_cosine,
@@ -167,6 +168,15 @@ def losses(engine: deepspeed.DeepSpeedEngine, batch: torch.Tensor) -> tuple[torc
     return loss, loss
 
 
+def export(engine: deepspeed.DeepSpeedEngine, run: Run) -> None:
+    """Writes the result; where that fails, on every rank alike, at least a checkpoint."""
+    try:
+        save_pretrained(engine, run.args.output)
+    except (ValueError, RuntimeError) as error:
+        save(engine, run)
+        raise UsageError(f"{error}\nThe weights are in {run.args.save_dir}, as a checkpoint of DeepSpeed") from error
+
+
 def main() -> None:
     args, ranks = parse_arguments(), world_size()
     size = choose_size(args)
@@ -194,7 +204,7 @@ def main() -> None:
     else:
         evaluate(engine, run)
     eval_loss = train(engine, run, size.steps)
-    save_pretrained(engine, args.output)
+    export(engine, run)
     if run.rank == 0:
         if tokenizer is not None:
             tokenizer.save_pretrained(args.output)
