@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -11,6 +12,7 @@ from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
+from deepspeed.runtime.zero import GatheredParameters
 from torch import nn
 
 from .autoep import PEFT_PREFIX, autoep_layers, is_peft
@@ -53,13 +55,29 @@ def hf_state_dict(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     specs = {spec.moe_module_name: spec for spec in found}
     _check(layers, specs)
     prefixes = tuple(f"{PEFT_PREFIX if has_adapters else ''}{name}." for name in layers)
-    state = {name: value for name, value in model.state_dict().items() if not name.startswith(prefixes)}
+    values = model.state_dict(keep_vars=True).items()
+    state = {name: _copied(value) for name, value in values if not name.startswith(prefixes)}
     for prefix, layer, spec in zip(prefixes, layers.values(), (specs[name] for name in layers)):
         tensors = {**_renamed(layer, spec), **({} if has_adapters else _experts(layer, spec, original))}
         state.update({prefix + name: value for name, value in tensors.items()})
     if not has_adapters:
         _check_names(state, original)
     return state if dist.get_rank() == 0 else {}
+
+
+def _whole(value: torch.Tensor) -> AbstractContextManager:
+    """Within it ZeRO-3 brings the parameter together, on all ranks that share it."""
+    return GatheredParameters([value], enabled=hasattr(value, "ds_id"))
+
+
+def _place() -> str:
+    """Where tensors go: rank 0 needs their values, the others their shapes."""
+    return "cpu" if dist.get_rank() == 0 else "meta"
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    with _whole(value):
+        return value.detach().to(_place(), copy=True)
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -78,8 +96,8 @@ def _renamed(layer: AutoEPMoELayer, spec: MoELayerSpec) -> dict[str, torch.Tenso
         "shared_experts_gate.": f"{spec.shared_experts_gate_name}.",
     }
     return {
-        old + name.removeprefix(new): value
-        for name, value in layer.state_dict().items()
+        old + name.removeprefix(new): _copied(value)
+        for name, value in layer.state_dict(keep_vars=True).items()
         for new, old in old_names.items()
         if name.startswith(new)
     }
@@ -101,18 +119,19 @@ def _experts(layer: AutoEPMoELayer, spec: MoELayerSpec, original: nn.Module) -> 
 
 def _gathered(local: torch.Tensor, layer: AutoEPMoELayer) -> torch.Tensor:
     """[E_local, ...] of every rank -> [E, ...] on CPU, without values but on rank 0; AutoEP places experts by rank."""
-    parts = [torch.empty_like(local) for _ in range(layer.ep_size)]
-    dist.all_gather(parts, local.detach().contiguous(), group=layer.ep_group)
-    return torch.cat([part.to("cpu" if dist.get_rank() == 0 else "meta") for part in parts])
+    with _whole(local):
+        parts = [torch.empty_like(local) for _ in range(layer.ep_size)]
+        dist.all_gather(parts, local.detach().contiguous(), group=layer.ep_group)
+    return torch.cat([part.to(_place()) for part in parts])
 
 
 def _check(layers: dict[str, AutoEPMoELayer], specs: dict[str, MoELayerSpec]) -> None:
     faults = [f"'{name}': AutoEP does not find it in the model's class" for name in layers if name not in specs]
-    for name, layer in layers.items():
-        if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
-            faults.append(f"'{name}': ZeRO-3 partitions its parameters")
-        if name in specs and specs[name].expert_storage != "fused_3d":
-            faults.append(f"'{name}': its experts were '{specs[name].expert_storage}', expected 'fused_3d'")
+    faults += [
+        f"'{name}': its experts were '{spec.expert_storage}', expected 'fused_3d'"
+        for name, spec in specs.items()
+        if spec.expert_storage != "fused_3d"
+    ]
     if faults:
         raise ValueError("cannot export these AutoEP layers to Hugging Face's format:\n  " + "\n  ".join(faults))
 
