@@ -12,16 +12,16 @@ from deepspeed.utils import safe_get_full_grad
 from launched import ROOT, launcher, run
 from models import assert_close
 from options import UsageError
-from safetensors.torch import load_file
 from test_autoep import batch, model_of
 
 from ds_tileoverlap.hf_export import save_pretrained
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("accelerate")
-finetune_hf = pytest.importorskip("finetune_hf")
+import finetune_hf  # noqa: E402
+import tokenizers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 # What AutoEP has to be told of a peft model; ours fills it in.
 FOR_PEFT = {"moe_layer_pattern": r"(base_model\.model\.)?model\.layers\.\d+\.mlp"}
