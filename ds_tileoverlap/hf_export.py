@@ -15,6 +15,7 @@ from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.zero import GatheredParameters
 from torch import nn
 
+from . import gpt_oss
 from .autoep import PEFT_PREFIX, autoep_layers, is_peft
 
 
@@ -40,7 +41,7 @@ def save_pretrained(engine: DeepSpeedEngine, folder: str | os.PathLike) -> None:
 
 
 def hf_state_dict(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    """The state that the model would have if AutoEP had not converted it; empty on ranks other than 0.
+    """The state that the model would have if nothing had converted it; only rank 0 needs it.
 
     Of a peft model only what is not a routed expert's: those are never part of an adapter.
 
@@ -49,6 +50,8 @@ def hf_state_dict(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """
     model = engine.module
     has_adapters = is_peft(model)
+    if gpt_oss.is_gpt_oss(model) and not has_adapters:
+        return gpt_oss.hf_state_dict(model) or {}
     original = _skeleton(model.get_base_model() if has_adapters else model)
     layers = {name.removeprefix(PEFT_PREFIX): layer for name, layer in autoep_layers(model).items()}
     found = AutoEP(original, engine._config.expert_parallel_config).ep_parser() if layers else []

@@ -7,6 +7,7 @@ import sys
 import corpus
 import deepspeed
 import pytest
+import test_gpt_oss
 import torch
 from deepspeed.utils import safe_get_full_grad
 from launched import ROOT, launcher, run
@@ -94,6 +95,18 @@ def test_an_untrained_folder_comes_back_bitwise(two_ranks, tmp_path, family, ena
     expected, got = (load_file(f"{folder}/model.safetensors") for folder in (source, target))
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
     assert all(got[name].dtype == expected[name].dtype for name in got)
+
+
+def _gpt_oss_round_trip(source, target):
+    save_pretrained(test_gpt_oss.engine_of(transformers.AutoModelForCausalLM.from_pretrained(source), 2), target)
+
+
+def test_an_untrained_gpt_oss_comes_back_bitwise(two_ranks, tmp_path):
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    test_gpt_oss.model_of().save_pretrained(source)
+    two_ranks(_gpt_oss_round_trip, source, target)
+    expected, got = (load_file(f"{folder}/model.safetensors") for folder in (source, target))
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
 
 
 # --- checkpoints in mid-training
