@@ -200,11 +200,9 @@ def test_tied_weights_have_both_names(tmp_path):
     assert torch.equal(logits_of(loaded(tmp_path / "back")), logits_of(loaded(tmp_path / "hf")))
 
 
-def test_map_of_the_readme(folders, tmp_path, capsys):
+def test_map_of_the_configs(folders, tmp_path, capsys):
     hf, _ = folders("deepseek_v2")
-    (example,) = re.findall("```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "map.yaml").write_text(example)
-    option = "--map", str(tmp_path / "map.yaml")
+    option = "--map", str(ROOT / "configs" / "checkpoint_names.yaml")
     assert to_deepspeed(hf, tmp_path / "ds", *option) == 0
     expert = "model.layers.1.mlp.moe.deepspeed_moe.experts.deepspeed_experts.2"
     names = {f"{expert}.w{i}.weight" for i in (1, 2, 3)}

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to.add_argument("--to", choices=(HF, DEEPSPEED), required=True, help="the kind of the target")
     to.add_argument("--config", type=Path, help="--to hf: folder of config.json and tokenizer files")
     to.add_argument("--family", choices=sorted(FAMILIES), help="default: model_type of config.json")
-    to.add_argument("--map", type=Path, help="YAML or JSON file of the model's own names; see README.md, 'Checkpoints'")
+    to.add_argument("--map", type=Path, help="file of the model's own names; see configs/checkpoint_names.yaml")
     to.add_argument("--tag", help="of the DeepSpeed side; default: the latest of a source, global_step0 of a target")
     to.add_argument("--dtype", choices=_DTYPES, help="default: as in the source")
     to.add_argument("--max-shard-size", type=_bytes, default="5GB", help="--to hf: of a file; default: 5GB")
