@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,13 +147,24 @@ class LayerRuntime:
         return self._peers
 
     def routed_experts(
-        self, x: torch.Tensor, routes: Routes, experts: LocalExperts, peers: Peers, num_experts: int, stages: Stages
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        experts: LocalExperts,
+        peers: Peers,
+        num_experts: int,
+        stages: Stages,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """The stages from layout to combine: tokens [T, H] -> [T, H], on the backend that the whole group can run."""
+        """The stages from layout to combine: tokens [T, H] -> [T, H], on the backend that the whole group can run.
+
+        Args:
+            meanwhile: queues work for the device while the counts are on their way to the host.
+        """
         group, again = self._overlap_group(peers, x.device), self.config.recompute_dispatch
         if group is None:
             with stages("layout"):
-                plan = layout(routes, num_experts, peers)
+                plan = layout(routes, num_experts, peers, meanwhile)
             self.backend = "reference" if self.config.backend == "reference" else "sequential"
             if self.backend == "reference":
                 return reference.routed_experts(x, routes.weights, experts, plan, stages)
@@ -164,6 +176,7 @@ class LayerRuntime:
             counting = symmetric_layout.Counting(
                 routes, num_experts, peers, group, self.config, x.shape[1] * dtype.itemsize, can_overlap=reason is None
             )
+        meanwhile()
         if reason is None:
             output = overlap.routed_experts(x, routes.weights, experts, counting, stages)
         else:

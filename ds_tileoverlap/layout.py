@@ -8,7 +8,7 @@ token's owner: the next ranks first, this rank last, because what has to travel 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
@@ -182,13 +182,14 @@ _TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in
 Plan.NUM_TENSORS = len(_TENSOR_FIELDS)
 
 
-def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
+def layout(routes: Routes, num_experts: int, peers: Peers, meanwhile: Callable[[], None] = lambda: None) -> Plan:
     """Builds the :class:`Plan` of one forward; the only place where the host waits for the device.
 
     Args:
         routes: the router's choices for this rank's T tokens.
         num_experts: E, over all ranks.
         peers: the expert-parallel group.
+        meanwhile: queues more work before the host waits.
 
     Raises:
         PeerError: a rank did not take part in the exchange of counts or routes.
@@ -200,6 +201,7 @@ def layout(routes: Routes, num_experts: int, peers: Peers) -> Plan:
     sent_tokens, choice_slots, token_slots, sent_routes = place_tokens(
         routes.experts, routes.weights, counted, peers.size
     )
+    meanwhile()
     plan = Plan(peers, host_counts.wait(), device_counts, None, choice_slots, token_slots, *[None] * 4)
     num_sent = sum(plan.send_splits)
     received = all_to_all_rows(sent_routes[:num_sent], plan.send_splits, plan.recv_splits, peers, "layout")

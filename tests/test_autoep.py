@@ -12,6 +12,7 @@ from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, GroupedExperts
 from torch.autograd import grad
 
 from ds_tileoverlap import versions
+from ds_tileoverlap.exchange import HostCopy
 from ds_tileoverlap.stacked_experts import ACTIVATION_OF
 
 transformers = pytest.importorskip("transformers")
@@ -175,9 +176,26 @@ def test_trains_as_autoep_does(two_ranks, family, ep_size, backend):
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_under_zero(two_ranks, zero, ep_size):
-    two_ranks(_same, "qwen3_moe", ep_size, "auto", zero)
+@pytest.mark.parametrize("family,zero", [*(("qwen3_moe", zero) for zero in (1, 2, 3)), ("qwen2_moe", 3)])
+def test_under_zero(two_ranks, family, zero, ep_size):
+    two_ranks(_same, family, ep_size, "auto", zero)
+
+
+def _shared_first():
+    """The order in which a layer with shared experts calls its parts: theirs while the counts are on their way."""
+    engine, order = engine_of("qwen2_moe", 2, "auto"), []
+    layer = next(m for m in engine.module.modules() if hasattr(m, "_is_autoep_layer"))
+    shared = layer.shared_experts
+    shared.register_forward_hook(lambda *_: order.append("shared experts"))
+    wait = HostCopy.wait
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(HostCopy, "wait", lambda self: order.append("counts") or wait(self))
+        engine.module(batch(0))
+    assert order == ["shared experts", "counts", "counts"] and layer.shared_experts is shared
+
+
+def test_shared_experts_run_before_the_host_waits(two_ranks):
+    two_ranks(_shared_first)
 
 
 def _train_on_gpu(family, backend, zero):

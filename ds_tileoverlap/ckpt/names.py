@@ -90,7 +90,7 @@ FAMILIES = {
 
 
 def with_map(names: Names, file: Path) -> Names:
-    """``names`` for a model that has others on DeepSpeed's side, as a YAML or JSON file says (configs/checkpoint_names.yaml).
+    """``names`` for a model that has others on DeepSpeed's side, by a file such as configs/checkpoint_names.yaml.
 
     The file holds ``to_hf`` and ``to_deepspeed``, lists of [regular expression, replacement]; a conversion needs its
     own direction only. ``to_hf`` is applied before the family's pairs, ``to_deepspeed`` after them.
