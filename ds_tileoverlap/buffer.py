@@ -34,6 +34,12 @@ CHANNELS = 4
 PEER_WORDS, OWN_WORDS = 3, 4
 
 
+def half_bytes(needed_bytes: int, most_bytes: int) -> int:
+    """What half of a channel's receive buffer grows to; arguments of :meth:`Channel.reserve`."""
+    wanted = max(needed_bytes, min(int(needed_bytes * GROW_TO), most_bytes))
+    return -(-wanted // GRAIN_BYTES) * GRAIN_BYTES
+
+
 class Channel:
     """One kind of row on its way between peers. Memory: ``2 * capacity_bytes`` on every rank.
 
@@ -88,8 +94,7 @@ class Channel:
         """
         if needed_bytes <= self.capacity_bytes:
             return
-        wanted = max(needed_bytes, min(int(needed_bytes * GROW_TO), most_bytes))
-        capacity = -(-wanted // GRAIN_BYTES) * GRAIN_BYTES
+        capacity = half_bytes(needed_bytes, most_bytes)
         # Every use of the old buffer is over on all ranks before any of them lets go of it.
         self._pool.meet()
         self._buffer = None
