@@ -1,0 +1,146 @@
+"""Finds the rates of a profile in records of ``examples/benchmark_stages.py``.
+
+    python -m ds_tileoverlap.planning.fit --name NAME --num-sms 132 examples/results/stages-*.json > NAME.yaml
+
+Predicted over measured times go to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..config import TileOverlapConfig
+from ..symmetric_layout import choose_returns
+from .profile import Profile, Rates, dump
+from .routing import Shape, Unevenness, draw
+from .stages import Work, fused_us, gemm_us, sequential_us, serial_us, works
+
+# The routing of benchmark_stages.py.
+SPREAD = 0.15
+# Where the search begins; where it ends does not hang on it.
+START = Rates(
+    gemm_us=10, item_us=2, block_us=0.5, torch_us=10, torch_item_us=2, torch_block_us=0.5, throttle=0.05,
+    arrive_us=20, return_us=20, memory_gbs=4000, place_gbs=400, sum_gbs=500, drag_gbs=3000, host_arrive_us=200,
+    host_return_us=200, nccl_us=50, nccl_gbs=300, gather_gbs=4000, reduce_gbs=4000, host_dispatch_us=300,
+    host_combine_us=300,
+)  # fmt: skip
+# Arm -> how it is predicted.
+ARMS: dict[str, Callable[[Work, Profile], float]] = {
+    "gemm": gemm_us,
+    "torch": lambda work, profile: gemm_us(work, profile, by_torch=True),
+    "serial": serial_us,
+    "sequential": sequential_us,
+    "overlap": fused_us,
+}
+# Arms -> the first of the rates that are found in them, with those of the arms before held.
+GROUPS = {
+    ("gemm", "torch"): "gemm_us",
+    ("overlap",): "arrive_us",
+    ("serial",): "nccl_us",
+    ("sequential",): "gather_gbs",
+}
+NAMES = [field.name for field in fields(Rates)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One stage of a record."""
+
+    shape: str
+    work: Work
+    times_us: dict[str, float]
+
+
+def measured(record: dict, seed: int = 0) -> list[Measured]:
+    """The stages of a record, on routing drawn as it was for the record."""
+    shape = Shape(*(record["shape"][name] for name in ("hidden", "intermediate", "experts", "top_k", "tokens")))
+    plan = draw(shape, record["ranks"], Unevenness(record["shape"].get("skew", 0.0), SPREAD), seed)
+    plan = plan.but(returns=choose_returns(TileOverlapConfig(), plan, shape.row_bytes))
+    times = {name: found["median"] * 1e3 for name, found in record["times_ms"].items()}
+    return [Measured(record["shape"]["name"], work, _of_stage(times, work.stage.name)) for work in works(shape, plan)]
+
+
+def _of_stage(times: dict[str, float], stage: str) -> dict[str, float]:
+    """Serial is there for one stage only."""
+    return {arm: times[f"{stage}: {arm}"] for arm in ARMS if f"{stage}: {arm}" in times}
+
+
+def fit(records: Sequence[dict], name: str, num_sms: int, link_gbs: float) -> Profile:
+    """The profile under which predictions of all arms and stages differ least from the records, in ratio."""
+    stages = [stage for record in records for stage in measured(record)]
+    profile = Profile(name, _source(records), num_sms, 0.0, link_gbs, link_gbs, 0.0, START)
+    firsts = [NAMES.index(first) for first in GROUPS.values()]
+    for arms, first, end in zip(GROUPS, firsts, [*firsts[1:], None]):
+        profile = _fitted(profile, NAMES[first:end], arms, stages)
+    profile = replace(profile, rates=Rates(*(float(f"{value:.4g}") for value in astuple(profile.rates))))
+    worst = max(abs(ratio - 1) for arm in ARMS for ratio in ratios(stages, profile, arm))
+    return replace(profile, worst_error=round(float(worst), 3))
+
+
+def _fitted(profile: Profile, names: list[str], arms: tuple[str, ...], stages: list[Measured]) -> Profile:
+    """The profile with those rates that predict those arms best."""
+    from scipy.optimize import least_squares
+
+    def with_rates(logs: np.ndarray) -> Profile:
+        return replace(profile, rates=replace(profile.rates, **dict(zip(names, np.exp(logs).tolist()))))
+
+    def off(logs: np.ndarray) -> list[float]:
+        found = with_rates(logs)
+        return [np.log(ratio) for arm in arms for ratio in ratios(stages, found, arm)]
+
+    start = np.log([getattr(START, name) for name in names])
+    # A few wild measurements shall not turn the rest; no rate leaves three decades around its start.
+    found = least_squares(off, start, loss="soft_l1", f_scale=0.05, bounds=(start - 7, start + 7), diff_step=1e-3)
+    return with_rates(found.x)
+
+
+def ratios(stages: list[Measured], profile: Profile, arm: str) -> list[float]:
+    """Predicted over measured time."""
+    return [ARMS[arm](stage.work, profile) / stage.times_us[arm] for stage in stages if arm in stage.times_us]
+
+
+def _source(records: Sequence[dict]) -> dict:
+    """What the records say of themselves.
+
+    Raises:
+        ValueError: they are of different GPUs or software, or were measured in different ways.
+    """
+    kinds = [
+        {
+            **{key: record["environment"][key] for key in ("device", "driver", "torch", "nccl", "commit", "date")},
+            "command": record["environment"]["command"],
+            "ranks": record["ranks"],
+            "replayed": record["replayed"],
+        }
+        for record in records
+    ]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(f"records: got different environments, {kinds}; expected one")
+    return {**kinds[0], "records": [f"stages-{record['shape']['name']}.json" for record in records]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--name", required=True, help="of the profile")
+    parser.add_argument("--num-sms", type=int, required=True, help="of the GPU")
+    parser.add_argument("--link-gbs", type=float, default=378.0, help="of which link_ms of the records speaks")
+    arguments = parser.parse_args()
+    records = [json.loads(path.read_text()) for path in arguments.records]
+    profile = fit(records, arguments.name, arguments.num_sms, arguments.link_gbs)
+    print(dump(profile), end="")
+    for stage in (stage for record in records for stage in measured(record)):
+        words = "  ".join(f"{arm} {ARMS[arm](stage.work, profile) / us:.2f}" for arm, us in stage.times_us.items())
+        print(f"{stage.shape:18s} {stage.work.stage.name:10s} {words}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Rates of one kind of GPU and link, in a YAML file that says from which records they came."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from .routing import PlanError
+
+VERSION = 1
+FOLDER = Path(__file__).with_name("profiles")
+DEFAULT = "h200-nvlink"
+# What records say of themselves.
+SOURCE = {"device", "driver", "torch", "nccl", "commit", "date", "command", "ranks", "replayed", "records"}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was fitted. An item is a pair of 128 x 256 tiles on two SMs, a block 64 of K; GB/s are 1e9 bytes a second.
+
+    Attributes:
+        gemm_us, item_us, block_us: of the package's GEMM: once, for each item, for each block of an item.
+        torch_us, torch_item_us, torch_block_us: of torch's grouped GEMM on the same items.
+        throttle: blocks take TFLOP ** throttle as long, TFLOP being the GEMM's work: long GEMMs meet the power limit.
+        arrive_us, return_us: the small kernels around a fused stage, beside the bytes that they move.
+        memory_gbs: kernels that put own rows in place and sum rows, bytes read and written.
+        place_gbs, sum_gbs: couriers: expert rows put in place; expert rows read for sums.
+        drag_gbs: the GEMM takes a second longer for so many bytes that couriers move beside it.
+        host_arrive_us, host_return_us: the host's launches; a stage is never faster.
+        nccl_us, nccl_gbs: an all-to-all, once and for its remote bytes.
+        gather_gbs, reduce_gbs: sequential gathers and sums, bytes read and written.
+        host_dispatch_us, host_combine_us: the host's launches of the sequential stages.
+    """
+
+    gemm_us: float
+    item_us: float
+    block_us: float
+    torch_us: float
+    torch_item_us: float
+    torch_block_us: float
+    throttle: float
+    arrive_us: float
+    return_us: float
+    memory_gbs: float
+    place_gbs: float
+    sum_gbs: float
+    drag_gbs: float
+    host_arrive_us: float
+    host_return_us: float
+    nccl_us: float
+    nccl_gbs: float
+    gather_gbs: float
+    reduce_gbs: float
+    host_dispatch_us: float
+    host_combine_us: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One kind of GPU and link.
+
+    Attributes:
+        source: records, GPU, software and date of the measurement.
+        measured_gbs: of the link that the rates were measured on, one direction.
+        worst_error: largest relative difference between a prediction and a median of the records.
+        link_gbs, link_us: of the link that is predicted; latency beyond that of the measured one.
+    """
+
+    name: str
+    source: dict
+    num_sms: int
+    worst_error: float
+    measured_gbs: float
+    link_gbs: float
+    link_us: float
+    rates: Rates
+
+    @property
+    def link_is_measured(self) -> bool:
+        return self.link_gbs == self.measured_gbs and self.link_us == 0
+
+    @property
+    def courier_gbs(self) -> float:
+        """Couriers keep up with the measured link; that they would with a faster one, nobody has seen."""
+        return min(self.link_gbs, self.measured_gbs)
+
+    @property
+    def all_to_all_gbs(self) -> float:
+        return self.rates.nccl_gbs * self.courier_gbs / self.measured_gbs
+
+
+def load(name: str) -> Profile:
+    """The profile of that name in the package, or in the file of that name.
+
+    Raises:
+        PlanError: says what is missing or wrong.
+    """
+    inside = FOLDER / f"{name}.yaml"
+    path = inside if inside.exists() else Path(name)
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError:
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+        raise PlanError(f"profile: got {name!r}, expected a YAML file or one of {known}") from None
+    except yaml.YAMLError as error:
+        raise PlanError(f"profile {path}: {error}") from error
+    if not isinstance(found, dict) or found.pop("version", None) != VERSION:
+        raise PlanError(f"profile {path}: expected a mapping with version: {VERSION}")
+    rates, source = found.pop("rates", None), found.get("source")
+    _check_names(path, {"rates": None, **found}, {field.name for field in fields(Profile)})
+    _check_names(path, rates, {field.name for field in fields(Rates)})
+    _check_names(path, source, SOURCE)
+    for name, value in {**found, **rates}.items():
+        if name not in ("name", "source") and not _is_right(name, value):
+            raise PlanError(f"profile {path}: {name}: got {value!r}, expected a number like that in {DEFAULT}.yaml")
+    return Profile(**found, rates=Rates(**rates))
+
+
+def _check_names(path: Path, found: object, expected: set[str]) -> None:
+    names = found.keys() if isinstance(found, dict) else {repr(found)}
+    if names != expected:
+        missing, unknown = ", ".join(sorted(expected - names)), ", ".join(map(str, names - expected))
+        raise PlanError(f"profile {path}: got {unknown or 'nothing'} in place of {missing or 'nothing'}")
+
+
+def _is_right(name: str, value: object) -> bool:
+    if not isinstance(value, (int, float)):
+        return False
+    return value >= 2 if name == "num_sms" else value > 0 if name.endswith("_gbs") else value >= 0
+
+
+def dump(profile: Profile) -> str:
+    return yaml.safe_dump({"version": VERSION, **asdict(profile)}, sort_keys=False, width=110)
