@@ -23,9 +23,9 @@ setup(
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=["ds_tileoverlap", "ds_tileoverlap.ckpt", "ds_tileoverlap.op_builder"],
+    packages=["ds_tileoverlap", "ds_tileoverlap.ckpt", "ds_tileoverlap.planning", "ds_tileoverlap.op_builder"],
     package_dir={"ds_tileoverlap.op_builder": "op_builder"},
-    package_data={"ds_tileoverlap": ["csrc/*"]},
+    package_data={"ds_tileoverlap": ["csrc/*", "planning/profiles/*"]},
     python_requires=f">={versions['TESTED']['python'][0]}",
     entry_points={"console_scripts": ["ds-tileoverlap = ds_tileoverlap.cli:main"]},
     install_requires=[
@@ -38,7 +38,8 @@ setup(
     extras_require={
         "example": example,
         "finetune": finetune,
-        "test": [*finetune, "markdown-it-py", "pytest>=8", "ruff==0.17.6"],
+        "plan": ["matplotlib", "scipy"],
+        "test": [*finetune, "markdown-it-py", "pytest>=8", "ruff==0.17.6", "scipy"],
         "benchmark": ["markdown-it-py", "matplotlib", requirements["transformers"]],
     },
     **ahead_of_time,

@@ -1,0 +1,94 @@
+"""``ds-tileoverlap plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..config import ConfigError, parse
+from . import report, timeline
+from .forecast import Forecast
+from .profile import DEFAULT, load
+from .routing import PlanError, Shape, Unevenness
+
+# As in the tables of README.md -> field of Shape.
+LETTERS = {"H": "hidden", "I": "intermediate", "E": "experts", "k": "top_k", "tokens": "tokens"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape", type=_shape, required=True, help="one layer of gated experts: H=2048,I=768,E=128,k=8,tokens=8192"
+    )
+    parser.add_argument("--ranks", type=int, required=True, help="of the expert-parallel group")
+    parser.add_argument("--config", type=Path, help="a ds_config file with the layer's options")
+    parser.add_argument("--profile", default=DEFAULT, help=f"name or YAML file of the rates; default: {DEFAULT}")
+    parser.add_argument("--skew", type=_share, default=0.0, help="added to rank 0's scores, 0 to 1; default: 0, even")
+    parser.add_argument("--spread", type=_share, default=0.0, help="of scores within a rank, 0 to 1; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="of the routing")
+    parser.add_argument("--link-gbs", type=_positive, help="another link: GB/s in one direction")
+    parser.add_argument("--link-us", type=_positive, help="another link: so much more latency than the measured one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--png", type=Path, help="draw the simulated rank's timeline")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the forecast; returns 0, or 2 for wrong usage."""
+    try:
+        forecast = _forecast(arguments)
+        if arguments.png:
+            timeline.draw(forecast, arguments.png)
+            print(f"{arguments.png}: written", file=sys.stderr)
+    except (PlanError, ConfigError, OSError, json.JSONDecodeError) as error:
+        print(f"ds-tileoverlap: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(report.as_json(forecast), indent=2))
+    else:
+        report.show(forecast)
+    return 0
+
+
+def _forecast(arguments: argparse.Namespace) -> Forecast:
+    if arguments.png and arguments.png.exists():
+        raise PlanError(f"--png: {arguments.png} exists already")
+    if arguments.png and find_spec("matplotlib") is None:
+        raise PlanError("--png: matplotlib is not installed; pip install 'ds_tileoverlap[plan]' brings it")
+    overrides = {"link_gbs": arguments.link_gbs, "link_us": arguments.link_us}
+    profile = replace(
+        load(arguments.profile), **{name: value for name, value in overrides.items() if value is not None}
+    )
+    config = parse(json.loads(arguments.config.read_text())) if arguments.config else None
+    uneven = Unevenness(arguments.skew, arguments.spread)
+    return Forecast(arguments.shape, arguments.ranks, profile, config, uneven, arguments.seed)
+
+
+def _shape(text: str) -> Shape:
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    if found.keys() != LETTERS.keys() or not all(value.isdecimal() for value in found.values()):
+        expected = ",".join(f"{letter}=.." for letter in LETTERS)
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected} with whole numbers")
+    return Shape(**{LETTERS[letter]: int(value) for letter, value in found.items()})
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def _positive(text: str) -> float:
+    return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def _number(text: str, is_allowed, expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not is_allowed(value):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    return value
