@@ -55,7 +55,7 @@ def tiny(profile, rows_in=256):
     """Rank 0's Plan, and a profile of one pair of SMs where a pair of tiles takes 10 us and 256 rows travel in 2."""
     counts = torch.tensor([[256, 256] * 2 + [0], [rows_in, 256] * 2 + [0]], dtype=torch.int32)
     plan = Plan(Peers(None, 0, (0, 1), 0.0, "plan"), counts, None, *[None] * 7)
-    nothing = dict(throttle=0.0, block_us=0.0, memory_gbs=1e12, drag_gbs=1e12)
+    nothing = dict(throttle=0.0, block_us=0.0, sum_gbs=1e12, drag_gbs=1e12)
     rates = replace(profile.rates, gemm_us=1.0, item_us=10.0, arrive_us=3.0, return_us=5.0, **nothing)
     gbs = 256 * TINY.row_bytes / 2e3
     return plan, replace(profile, num_sms=2, link_gbs=gbs, measured_gbs=gbs, rates=replace(rates, place_gbs=gbs / 2))
@@ -108,7 +108,7 @@ def test_return_of_rows_by_hand(profile):
 def test_return_of_sums_by_hand(profile):
     plan, profile = tiny(profile)
     shape = replace(TINY, hidden=1024)
-    rates = replace(profile.rates, sum_gbs=256 * shape.row_bytes / 24e3)
+    rates = replace(profile.rates, courier_sum_gbs=256 * shape.row_bytes / 24e3)
     found = fused(Work(stages_of(shape, SUMS)[1], plan, shape), replace(profile, rates=rates))
     # Remote tiles of two panels of two columns, then four local tiles.
     assert found.spans["math"][1].tolist() == pytest.approx([16 + 10 * i for i in range(8)])
@@ -135,7 +135,7 @@ def test_all_tiles_and_all_bytes_are_accounted_for(profile, num_ranks, returns):
     starts, ends = found.spans["math"]
     assert shares.sum() * found.end / 50 * found.workers == pytest.approx((ends - starts).sum())
     carried = (found.spans["out"][1] - found.spans["out"][0]).sum()
-    summing = work.remote_bytes / profile.rates.sum_gbs / 1e3 if returns is SUMS else 0
+    summing = work.remote_bytes / profile.rates.courier_sum_gbs / 1e3 if returns is SUMS else 0
     assert carried == pytest.approx(max(work.out_bytes / profile.link_gbs / 1e3, summing))
 
 
@@ -385,6 +385,7 @@ def test_options_that_cannot_be_predicted(capsys, tmp_path, block, words):
         ["--link-gbs", "0"],
         ["--link-us", "nan"],
         ["--ranks", "two"],
+        ["--seed", "-1"],
     ],
 )
 def test_wrong_usage(capsys, arguments):
@@ -420,7 +421,7 @@ def test_tiny_layers(profile):
 
 def test_gemm_and_sequential_know_nothing_of_couriers(profile):
     work = Work(stages_of(SMALL, SUMS)[1], draw(SMALL, 2, Unevenness(), 0), SMALL)
-    other = replace(profile, rates=replace(profile.rates, sum_gbs=1.0, place_gbs=1.0, drag_gbs=1.0))
+    other = replace(profile, rates=replace(profile.rates, courier_sum_gbs=1.0, place_gbs=1.0, drag_gbs=1.0))
     assert gemm_us(work, other) == gemm_us(work, profile)
     assert sequential_us(work, other) == sequential_us(work, profile)
     assert fused(work, other).end > fused(work, profile).end

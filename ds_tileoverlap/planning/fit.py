@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +24,6 @@ from .stages import Work, fused_us, gemm_us, sequential_us, serial_us, works
 
 # The routing of benchmark_stages.py.
 SPREAD = 0.15
-# Where the search begins; where it ends does not hang on it.
-START = Rates(
-    gemm_us=10, item_us=2, block_us=0.5, torch_us=10, torch_item_us=2, torch_block_us=0.5, throttle=0.05,
-    arrive_us=20, return_us=20, memory_gbs=4000, place_gbs=400, sum_gbs=500, drag_gbs=3000, host_arrive_us=200,
-    host_return_us=200, nccl_us=50, nccl_gbs=300, gather_gbs=4000, reduce_gbs=4000, host_dispatch_us=300,
-    host_combine_us=300,
-)  # fmt: skip
 # Arm -> how it is predicted.
 ARMS: dict[str, Callable[[Work, Profile], float]] = {
     "gemm": gemm_us,
@@ -39,14 +32,23 @@ ARMS: dict[str, Callable[[Work, Profile], float]] = {
     "sequential": sequential_us,
     "overlap": fused_us,
 }
-# Arms -> the first of the rates that are found in them, with those of the arms before held.
-GROUPS = {
-    ("gemm", "torch"): "gemm_us",
-    ("overlap",): "arrive_us",
-    ("serial",): "nccl_us",
-    ("sequential",): "gather_gbs",
+# One after the other: arms, and the rates that are found in them, each with where the search begins.
+SEARCHES = (
+    (("gemm", "torch"), dict(gemm_us=10, item_us=2, block_us=0.5, torch_us=10, torch_item_us=2, torch_block_us=0.5,
+                             throttle=0.05)),
+    (("serial",), dict(nccl_us=50, nccl_gbs=300)),
+    (("sequential",), dict(gather_gbs=4000, sum_gbs=4000)),
+    (("overlap",), dict(arrive_us=20, return_us=20, place_gbs=400, courier_sum_gbs=500, drag_gbs=3000)),
+)  # fmt: skip
+# A courier that is fast enough leaves no trace in the times: from there no search finds back, so there are three.
+SCALES = (0.5, 1.0, 2.0)
+# Rate of the host -> the arm that it limits, and whether in stages where rows arrive.
+HOST = {
+    "host_dispatch_us": ("sequential", True),
+    "host_combine_us": ("sequential", False),
+    "host_arrive_us": ("overlap", True),
+    "host_return_us": ("overlap", False),
 }
-NAMES = [field.name for field in fields(Rates)]
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,18 @@ def _of_stage(times: dict[str, float], stage: str) -> dict[str, float]:
 def fit(records: Sequence[dict], name: str, num_sms: int, link_gbs: float) -> Profile:
     """The profile under which predictions of all arms and stages differ least from the records, in ratio."""
     stages = [stage for record in records for stage in measured(record)]
-    profile = Profile(name, _source(records), num_sms, 0.0, link_gbs, link_gbs, 0.0, START)
-    firsts = [NAMES.index(first) for first in GROUPS.values()]
-    for arms, first, end in zip(GROUPS, firsts, [*firsts[1:], None]):
-        profile = _fitted(profile, NAMES[first:end], arms, stages)
+    starts = {name: value for _, rates in SEARCHES for name, value in rates.items()}
+    rates = Rates(**starts, **{rate: _fastest(stages, *limits) for rate, limits in HOST.items()})
+    profile = Profile(name, _source(records), num_sms, 0.0, link_gbs, link_gbs, 0.0, rates)
+    for arms, found in SEARCHES:
+        profile = _fitted(profile, list(found), arms, stages)
     profile = replace(profile, rates=Rates(*(float(f"{value:.4g}") for value in astuple(profile.rates))))
     worst = max(abs(ratio - 1) for arm in ARMS for ratio in ratios(stages, profile, arm))
     return replace(profile, worst_error=round(float(worst), 3))
+
+
+def _fastest(stages: list[Measured], arm: str, arrives: bool) -> float:
+    return min(stage.times_us[arm] for stage in stages if stage.work.stage.arrives == arrives)
 
 
 def _fitted(profile: Profile, names: list[str], arms: tuple[str, ...], stages: list[Measured]) -> Profile:
@@ -95,10 +102,12 @@ def _fitted(profile: Profile, names: list[str], arms: tuple[str, ...], stages: l
         found = with_rates(logs)
         return [np.log(ratio) for arm in arms for ratio in ratios(stages, found, arm)]
 
-    start = np.log([getattr(START, name) for name in names])
-    # A few wild measurements shall not turn the rest; no rate leaves three decades around its start.
-    found = least_squares(off, start, loss="soft_l1", f_scale=0.05, bounds=(start - 7, start + 7), diff_step=1e-3)
-    return with_rates(found.x)
+    def search(scale: float):
+        """A few wild measurements shall not turn the rest; no rate leaves three decades around its start."""
+        start = np.log([getattr(profile.rates, name) * scale for name in names])
+        return least_squares(off, start, loss="soft_l1", f_scale=0.05, bounds=(start - 7, start + 7), diff_step=1e-3)
+
+    return with_rates(min(map(search, SCALES), key=lambda found: found.cost).x)
 
 
 def ratios(stages: list[Measured], profile: Profile, arm: str) -> list[float]:

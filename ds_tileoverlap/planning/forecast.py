@@ -140,7 +140,7 @@ class Forecast:
             return Choice(
                 "panels", returns.num_panels, "sums of a panel of columns leave when its remote tiles are computed"
             )
-        largest = max((rows for rows in work.segments[:, 1].tolist()), default=0) * self.shape.row_bytes
+        largest = int(work.segments[:, 1].max(initial=0)) * self.shape.row_bytes
         return Choice(
             "segments",
             len(work.segments),

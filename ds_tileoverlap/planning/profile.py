@@ -24,14 +24,15 @@ class Rates:
         gemm_us, item_us, block_us: of the package's GEMM: once, for each item, for each block of an item.
         torch_us, torch_item_us, torch_block_us: of torch's grouped GEMM on the same items.
         throttle: blocks take TFLOP ** throttle as long, TFLOP being the GEMM's work: long GEMMs meet the power limit.
-        arrive_us, return_us: the small kernels around a fused stage, beside the bytes that they move.
-        memory_gbs: kernels that put own rows in place and sum rows, bytes read and written.
-        place_gbs, sum_gbs: couriers: expert rows put in place; expert rows read for sums.
-        drag_gbs: the GEMM takes a second longer for so many bytes that couriers move beside it.
-        host_arrive_us, host_return_us: the host's launches; a stage is never faster.
         nccl_us, nccl_gbs: an all-to-all, once and for its remote bytes.
-        gather_gbs, reduce_gbs: sequential gathers and sums, bytes read and written.
-        host_dispatch_us, host_combine_us: the host's launches of the sequential stages.
+        gather_gbs: torch's gathers of tokens and rows, bytes read and written.
+        sum_gbs: the kernels of both backends that sum rows, and that put own rows in place, bytes read and written.
+        host_dispatch_us, host_combine_us: what the host needs to launch the sequential stages: the fastest that was
+            measured, as none is predicted to be faster.
+        arrive_us, return_us: the small kernels around a fused stage, beside the bytes that they move.
+        place_gbs, courier_sum_gbs: couriers: expert rows put in place; expert rows read for sums.
+        drag_gbs: the GEMM takes a second longer for so many bytes that couriers move beside it.
+        host_arrive_us, host_return_us: the same of the fused stages.
     """
 
     gemm_us: float
@@ -41,20 +42,19 @@ class Rates:
     torch_item_us: float
     torch_block_us: float
     throttle: float
-    arrive_us: float
-    return_us: float
-    memory_gbs: float
-    place_gbs: float
-    sum_gbs: float
-    drag_gbs: float
-    host_arrive_us: float
-    host_return_us: float
     nccl_us: float
     nccl_gbs: float
     gather_gbs: float
-    reduce_gbs: float
+    sum_gbs: float
     host_dispatch_us: float
     host_combine_us: float
+    arrive_us: float
+    return_us: float
+    place_gbs: float
+    courier_sum_gbs: float
+    drag_gbs: float
+    host_arrive_us: float
+    host_return_us: float
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def _dragged_item_us(work: Work, profile: Profile, courier_bytes: int) -> float:
 def _arriving(work: Work, profile: Profile) -> Timeline:
     rates, workers, plan = profile.rates, profile.num_sms // 2, work.plan
     own_rows_read = int(plan.sends[plan.peers.rank, plan.peers.rank]) * work.row_bytes
-    begun = rates.arrive_us + _us(work.own_bytes + own_rows_read, rates.memory_gbs)
+    begun = rates.arrive_us + _us(work.own_bytes + own_rows_read, rates.sum_gbs)
     sent = begun + _us(work.out_bytes, profile.courier_gbs)
     came = begun + _arrivals(plan, work.row_bytes, profile)
     # The same couriers send first, then put in place what came, segment by segment.
@@ -183,7 +183,7 @@ def _returning(work: Work, profile: Profile) -> Timeline:
     sent = in_order(np.maximum(ready, begun), carrying)
     computed = float(ends.max(initial=begun))
     home = float(sent.max(initial=begun)) + profile.link_us
-    end = max(computed, home) + _us(_summed_bytes(work), rates.memory_gbs)
+    end = max(computed, home) + _us(_summed_bytes(work), rates.sum_gbs)
     spans = {
         "math": (ends - item_us, ends),
         "out": (sent - carrying, sent),
@@ -210,7 +210,7 @@ def _sums(work: Work, profile: Profile, ends: np.ndarray) -> tuple[np.ndarray, n
     ready = np.zeros(num_panels)
     np.maximum.at(ready, work.panels[work.remote], ends[work.remote])
     share = np.array([min(width, tiles - panel * width) / tiles for panel in range(num_panels)])
-    each = max(_us(work.remote_bytes, profile.rates.sum_gbs), _us(work.out_bytes, profile.courier_gbs))
+    each = max(_us(work.remote_bytes, profile.rates.courier_sum_gbs), _us(work.out_bytes, profile.courier_gbs))
     return ready, share * each
 
 
@@ -242,7 +242,7 @@ def sequential_us(work: Work, profile: Profile) -> float:
         copies, host = _us((2 * sent + received + plan.num_rows) * work.row_bytes, rates.gather_gbs), "dispatch"
     else:  # expert rows are summed, and what came home
         moved = plan.num_rows + received + sent + work.num_tokens
-        copies, host = _us(moved * work.row_bytes, rates.reduce_gbs), "combine"
+        copies, host = _us(moved * work.row_bytes, rates.sum_gbs), "combine"
     device = gemm_us(work, profile, by_torch=True) + _all_to_all_us(plan.remote_sends, work, profile) + copies
     return max(device, getattr(rates, f"host_{host}_us"))
 
