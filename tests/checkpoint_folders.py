@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from test_autoep import FAMILIES as AUTOEP_FAMILIES
 from test_autoep import SMALL
 
+from ds_tileoverlap.ckpt import names
 from ds_tileoverlap.cli import main
 
 STEP, WEIGHTS = "global_step0", "model.safetensors"
@@ -25,7 +26,8 @@ def deepseek_v2():
     return None, transformers.DeepseekV2ForCausalLM(config)
 
 
-FAMILIES = {**AUTOEP_FAMILIES, "deepseek_v2": deepseek_v2}
+MODELS = {**AUTOEP_FAMILIES, "deepseek_v2": deepseek_v2}
+FAMILIES = {name: MODELS[name] for name in names.FAMILIES}
 
 
 def model_of(family):
