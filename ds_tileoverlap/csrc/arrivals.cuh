@@ -29,32 +29,84 @@ struct TileOverlapArrivals {
 
 namespace tileoverlap {
 
-// Copies one warp's share of a part: bytes of consecutive rows of the operand.
-__device__ __forceinline__ void place_bytes(const TileOverlapArrivals& args, const char* received, int first_row,
-                                            int64_t from, int64_t end, int lane) {
-    int own = args.own_end - args.own_first;
-    while (from < end) {
-        int row = first_row + static_cast<int>(from / args.row_bytes), first = static_cast<int>(from % args.row_bytes);
-        int last = static_cast<int>(min(end - from + first, static_cast<int64_t>(args.row_bytes)));
-        int source = __ldg(args.sources + row);
-        int64_t line = source < args.own_first ? source : source - own;
-        copy_row(received + line * args.row_bytes,
-                 static_cast<char*>(args.rows) + static_cast<int64_t>(row) * args.row_bytes, first, last, lane);
-        from += last - first;
+// One warp's copies, in units of 16 bytes: one a lane, then the ones 32 units further.
+class Placer {
+public:
+    __device__ explicit Placer(const TileOverlapArrivals& args)
+        : lane(threadIdx.x % 32), args(args),
+          received(reinterpret_cast<const uint4*>(half_of(args.received, *args.epoch, args.generation_bytes))),
+          row_units(args.row_bytes / 16), rows_on(32 / row_units), units_on(32 % row_units) {}
+
+    const int lane;
+
+    // Says that the last part is in place. All lanes' stores before it are visible to who sees the count.
+    __device__ void announce() {
+        if (pending < 0) return;
+        fence_async_global();  // the bulk copy engine reads what was written here
+        __syncwarp();
+        if (lane == 0) add_to(args.missing + pending, -1u);
+        pending = -1;
     }
-}
+
+    // Copies some units of a band's rows from there on; the part before is announced while the first of them are on
+    // their way.
+    __device__ void copy(const TileOverlapSegment& segment, int start, int count) {
+        row = segment.row + (start + lane) / row_units;
+        within = (start + lane) % row_units;
+        to = static_cast<uint4*>(args.rows) + static_cast<int64_t>(segment.row) * row_units + start + lane;
+        int left = count;
+        for (; left >= 8 * 32; left -= 8 * 32) copy_units<8, true>(left);
+        for (; left > 0; left -= 2 * 32) copy_units<2, false>(left);
+        pending = segment.band;
+    }
+
+private:
+    // COUNT units a lane, all of which there are, or as many as are left.
+    template <int COUNT, bool ALL>
+    __device__ void copy_units(int left) {
+        uint4 values[COUNT];
+        uint32_t from[COUNT];
+        auto is_there = [&](int i) { return ALL || i * 32 + lane < left; };
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            int source = is_there(i) ? __ldg(args.sources + row) : 0;
+            from[i] = (source < args.own_first ? source : source - (args.own_end - args.own_first)) * row_units + within;
+            row += rows_on;
+            within += units_on;
+            if (within >= row_units) within -= row_units, row++;
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            if (is_there(i)) values[i] = __ldcg(received + from[i]);
+        if (COUNT * 32 + lane < left) prefetch(args.sources + row);
+        announce();
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            if (is_there(i)) to[i * 32] = values[i];
+        to += COUNT * 32;
+    }
+
+    const TileOverlapArrivals& args;
+    const uint4* received;
+    const int row_units, rows_on, units_on;  // of a row; 32 units further
+    int pending = -1;                        // the band of the part that is copied but not announced
+    // Of this lane's next unit: the row and the place in it, and where it goes.
+    int row = 0, within = 0;
+    uint4* to = nullptr;
+};
 
 // Runs one warp's share.
 __device__ __forceinline__ void place_arrivals(const TileOverlapArrivals& args, int num_warps) {
     if (args.missing == nullptr) return;
-    const char* received = half_of(args.received, *args.epoch, args.generation_bytes);
+    Placer placer(args);
     Claims claims(args.claimed, args.segments[*args.num_segments].first_part, num_warps);
-    int lane = threadIdx.x % 32, current = 0, known = -1;
+    int current = 0, known = -1;
     bool in_time = !has_failed(args.failure);
     for (int part; (part = claims.claim()) >= 0;) {
         while (part >= args.segments[current + 1].first_part) current++;
         TileOverlapSegment segment = args.segments[current];
         if (segment.peer != known && in_time) {
+            placer.announce();  // before a wait that may be long
             const uint32_t* arrived = args.arrived + segment.peer;
             uint32_t target = args.targets[segment.peer];
             in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.failure, args.limit_ns,
@@ -64,15 +116,13 @@ __device__ __forceinline__ void place_arrivals(const TileOverlapArrivals& args, 
         }
         in_time = __all_sync(~0u, in_time);
         if (!in_time) continue;
-        int64_t start = static_cast<int64_t>(part - segment.first_part) * TILEOVERLAP_PART;
-        int64_t end = min(start + TILEOVERLAP_PART, static_cast<int64_t>(segment.rows) * args.row_bytes);
-        place_bytes(args, received, segment.row, start, end, lane);
-        fence_async_global();  // the bulk copy engine reads what was written here
-        __syncwarp();
-        if (lane == 0) add_to(args.missing + segment.band, -1u);
+        constexpr int UNITS = TILEOVERLAP_PART / 16;
+        int start = (part - segment.first_part) * UNITS;
+        placer.copy(segment, start, min(segment.rows * (args.row_bytes / 16) - start, UNITS));
     }
+    placer.announce();
     __syncwarp();
-    if (lane == 0) say_read(args.finished, num_warps, args.peer_consumed, args.num_peers, *args.epoch);
+    if (placer.lane == 0) say_read(args.finished, num_warps, args.peer_consumed, args.num_peers, *args.epoch);
 }
 
 // Before tiles of a band are read: one thread waits until its rows are in place. After a deadline they are what they are.

@@ -31,5 +31,6 @@ uint32_t pack(float low, float high, T) {
 }
 
 inline void fence_async_global() {}
+inline void prefetch(const void*) {}
 
 }  // namespace tileoverlap
