@@ -44,7 +44,7 @@ class Schedule(NamedTuple):
         band_parts: [bands + 1] int32, parts of rows from peers in each band (``csrc/courier.cuh``); for rows that
             arrive. The last one counts for nothing: there is always one.
         sum_runs: [W - 1, 4] int32: first received row, rows, peer, row at the peer; for sums that return.
-        send_runs: [W - 1, 4] int32: first sent row, rows, peer, row at the peer; for tokens that go out.
+        send_runs: [W - 1, 4] int32: the same of the rows sent, the last peer first; for tokens that go out.
         num_bands: an upper limit.
     """
 
@@ -296,6 +296,12 @@ def plain_runs(sends: np.ndarray, rank: int) -> list[tuple[int, int, int, int]]:
         earlier = [r for r in range(rank) if r != peer]
         runs.append((int(sends[rank, :peer].sum()), int(sends[rank, peer]), peer, int(sends[earlier, peer].sum())))
     return runs
+
+
+def plain_send_runs(sends: np.ndarray, rank: int) -> list[tuple[int, int, int, int]]:
+    """The runs in which tokens go out, the previous rank's first: it places what arrives in the order of
+    :func:`plain_segments`, where this rank is its first peer."""
+    return plain_runs(sends, rank)[::-1]
 
 
 def plain_band_parts(segments: list[tuple[int, ...]], num_bands: int) -> list[int]:

@@ -47,6 +47,7 @@ def test_worked_examples():
     sends = np.array([[5, 1, 2], [3, 9, 4], [7, 6, 8]])
     assert schedule.plain_runs(sends, 1) == [(12, 4, 2, 2), (0, 3, 0, 0)]
     assert schedule.plain_runs(sends.T, 1) == [(10, 6, 2, 7), (0, 1, 0, 0)]
+    assert schedule.plain_send_runs(sends, 1) == [(0, 3, 0, 0), (12, 4, 2, 2)]
     segments = [(0, 9, 1, 0, 0, 1, 0), (9, 9, 1, 9, 2, 1, 1), (18, 9, 0, 0, 2, 1, 2), (0, 0, 0, 0, 0, 0, 4)]
     assert schedule.plain_band_parts(segments, 3) == [1, 0, 3]
 
@@ -219,8 +220,9 @@ def assert_equals_twins(found, routes, sends, rank):
     assert num_bands <= found.num_bands < found.band_parts.numel()
     if returns.local_first:
         assert found.band_parts[:num_bands].tolist() == schedule.plain_band_parts(segments, num_bands)
-    for runs, rows in ((found.sum_runs, sends.T), (found.send_runs, sends)):
-        assert [tuple(run) for run in runs.view(-1, 4)[: len(sends) - 1].tolist()] == schedule.plain_runs(rows, rank)
+    expected = schedule.plain_runs(sends.T, rank), schedule.plain_send_runs(sends, rank)
+    for runs, plain in zip((found.sum_runs, found.send_runs), expected):
+        assert [tuple(run) for run in runs.view(-1, 4)[: len(sends) - 1].tolist()] == plain
     to_do = [0] * returns.num_panels
     for _, rows, _, column, _, of_remote in items:
         for c in [column, column] if rows > schedule.BAND else [column, column + 1]:

@@ -260,7 +260,7 @@ def tables_of(use: Use, placed: Placement, rank: int, device: torch.device, retu
         panel_tiles=words(to_do, 1),
         band_parts=words([*schedule.plain_band_parts(segments, num_bands), UNTOUCHED] if arrive else [], 1),
         sum_runs=words(schedule.plain_runs(placed.sends.T, rank), 4),
-        send_runs=words(schedule.plain_runs(placed.sends, rank), 4),
+        send_runs=words(schedule.plain_send_runs(placed.sends, rank), 4),
         num_bands=num_bands,
     )
 

@@ -218,6 +218,8 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
         for (int r = 0; r < peer; r++) line += sends(r, args.rank);
         for (int r = 0; r < args.rank; r++) peer_row += r == peer ? 0 : sends(peer, r);
         tiling.sum_runs[i] = {line, sends(peer, args.rank), peer, peer_row};
+        // The rank before this one first: it places rows in the order of its owners, of which this rank is the first.
+        peer = owner(remotes - 1 - i);
         line = peer_row = 0;
         for (int r = 0; r < peer; r++) line += sends(args.rank, r);
         for (int r = 0; r < args.rank; r++) peer_row += r == peer ? 0 : sends(r, peer);
