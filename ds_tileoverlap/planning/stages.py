@@ -162,11 +162,11 @@ def _arriving(work: Work, profile: Profile) -> Timeline:
 
 
 def _arrivals(plan: Plan, row_bytes: int, profile: Profile) -> np.ndarray:
-    """[W] when all tokens of each peer are here, if all begin at 0: each sends to the next ranks first."""
+    """[W] when all tokens of each peer are here, if all begin at 0: each sends to the ranks before it first."""
     size, rank = plan.peers.size, plan.peers.rank
     remote, ready, durations = np.array(plan.remote_sends), np.zeros(size), np.zeros(size)
     for peer in range(size):
-        before = [(peer + 1 + i) % size for i in range((rank - peer - 1) % size)]
+        before = [(peer - 1 - i) % size for i in range((peer - rank - 1) % size)]
         ready[peer] = _us(remote[peer, before].sum() * row_bytes, profile.courier_gbs)
         durations[peer] = _us(remote[peer, rank] * row_bytes, profile.courier_gbs)
     came, order = np.empty(size), np.argsort(ready, kind="stable")
