@@ -40,4 +40,13 @@ def run(command, limit_s, cwd=None, path=(ROOT,), **environment):
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
+        _free_shared_memory(command)
     return process.returncode, output
+
+
+def _free_shared_memory(command):
+    """Removes what DeepSpeed's exchange on CPUs leaves in memory when a job ends, 64 MiB a rank."""
+    if "--master_port" in command:
+        port = command[command.index("--master_port") + 1]
+        for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
+            left.unlink()
