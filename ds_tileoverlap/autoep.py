@@ -19,7 +19,7 @@ from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import nn
 
 from .config import TileOverlapConfig
-from .expert_form import hooks_of
+from .expert_form import hooks_of, is_watched
 from .kernels import use_triton
 from .layer import LayerRuntime
 from .route import Routes
@@ -132,8 +132,7 @@ def _is_plain(router: TokenChoiceTopKRouter) -> bool:
         # One weight that is made to add up to 1 is 1.
         and (router.top_k > 1 or not router.route_norm)
         and type(router) is TokenChoiceTopKRouter
-        and "forward" not in vars(router)
-        and not any(hooks_of(router))
+        and not is_watched(router)
     )
 
 
@@ -152,10 +151,10 @@ class AutoEPRuntime(LayerRuntime):
 
     def can_run(self, experts: nn.Module) -> bool:
         """Whether the experts are what :func:`adopt` made; whatever wraps or hooks them has to see their inputs."""
-        return type(experts) is TileGroupedExperts and not _is_watched(experts)
+        return type(experts) is TileGroupedExperts and not _is_watched_by_others(experts)
 
 
-def _is_watched(experts: nn.Module) -> bool:
+def _is_watched_by_others(experts: nn.Module) -> bool:
     """Whether a hook or another ``forward`` wants to see rows and outputs; DeepSpeed's own, for ZeRO-3, do not."""
     hooks = [hook for hooks in hooks_of(experts) for hook in hooks.values()]
     return "forward" in vars(experts) or any(not hook.__module__.startswith("deepspeed.") for hook in hooks)

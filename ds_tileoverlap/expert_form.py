@@ -50,6 +50,11 @@ def hooks_of(module: nn.Module) -> tuple[dict, ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class says: a hook, or a ``forward`` of its own."""
+    return "forward" in vars(module) or any(hooks_of(module))
+
+
 def common_form(experts: nn.ModuleList) -> ExpertForm | None:
     """The form that all experts share, with equal shapes and dtypes; ``None`` where they do not."""
     forms = {trace_form(expert) for expert in experts}
@@ -62,7 +67,7 @@ def common_form(experts: nn.ModuleList) -> ExpertForm | None:
 def trace_form(expert: nn.Module) -> ExpertForm | None:
     """The form of one expert, ``None`` where its forward is not one of the two known MLPs."""
     for module in expert.modules():
-        if any(hooks_of(module)) or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+        if is_watched(module) or type(module).__call__ is not nn.Module.__call__:
             return None
     parameters = list(expert.parameters())
     try:

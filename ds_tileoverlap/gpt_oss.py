@@ -23,10 +23,10 @@ from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP
 
 from .config import TileOverlapConfig
-from .expert_form import hooks_of
+from .expert_form import is_watched
 from .layer import LayerRuntime
 from .route import Routes
-from .stacked_experts import StackedExperts
+from .stacked_experts import StackedExperts, of_all_ranks
 from .stages import Stages
 
 
@@ -129,10 +129,7 @@ def all_experts(
     """``GptOssExperts``' parameters, or what ``of`` makes of each, from all ranks of the group, which all call this."""
     gathered = {}
     for name, parameter in block.local_experts.named_parameters():
-        value = of(parameter).contiguous()
-        parts = [torch.empty_like(value) for _ in range(block.ep_size)]
-        dist.all_gather(parts, value, group=block.deepspeed_moe.ep_group)
-        gathered[name] = torch.cat(parts)
+        gathered[name] = torch.cat(of_all_ranks(of(parameter), block.ep_size, block.deepspeed_moe.ep_group))
     return join(gathered)
 
 
@@ -208,7 +205,7 @@ class Conversion:
         experts = mlp.experts
         if type(experts) is not GptOssExperts:
             return f"its experts are {type(experts).__qualname__}, not {GptOssExperts.__qualname__} (dequantize them)"
-        if any(hooks_of(experts)) or "forward" in vars(experts):
+        if is_watched(experts):
             return "its experts have a hook or another forward, which has to see their inputs"
         if any(hasattr(parameter, "ds_id") for parameter in experts.parameters()):
             return "ZeRO-3 partitions its experts"

@@ -17,6 +17,7 @@ from torch import nn
 
 from . import gpt_oss
 from .autoep import PEFT_PREFIX, autoep_layers, is_peft
+from .stacked_experts import of_all_ranks
 
 
 def save_pretrained(engine: DeepSpeedEngine, folder: str | os.PathLike) -> None:
@@ -123,8 +124,7 @@ def _experts(layer: AutoEPMoELayer, spec: MoELayerSpec, original: nn.Module) -> 
 def _gathered(local: torch.Tensor, layer: AutoEPMoELayer) -> torch.Tensor:
     """[E_local, ...] of every rank -> [E, ...] on CPU, without values but on rank 0; AutoEP places experts by rank."""
     with _whole(local):
-        parts = [torch.empty_like(local) for _ in range(layer.ep_size)]
-        dist.all_gather(parts, local.detach().contiguous(), group=layer.ep_group)
+        parts = of_all_ranks(local.detach(), layer.ep_size, layer.ep_group)
     return torch.cat([part.to(_place()) for part in parts])
 
 

@@ -98,8 +98,9 @@ class _OverlappedMLP(sequential.RoutedMLP):
         stacks = expert_weights(experts.weight_layout(parameters, dtype), parameters, dtype)
         form, needs_backward = experts.form, anchor.requires_grad
         overlaps_backward = needs_backward and run.overlaps_backward
-        inputs = _input_operands(stacks)
-        arrival_width = gated_width(inputs[0].width) if _makes_hidden(stacks) else inputs[0].width
+        makes_hidden = _makes_hidden(stacks)
+        inputs = _input_operands(stacks, makes_hidden)
+        arrival_width = gated_width(inputs[0].width) if makes_hidden else inputs[0].width
         down = Operand("down", stacks.down, transposed=False)
         # Everything until here is done while the counts are on their way; once they are there, the device waits.
         with stages("layout"):
@@ -113,7 +114,7 @@ class _OverlappedMLP(sequential.RoutedMLP):
             gemms.add((replace(down, transposed=True).width, ARRIVALS))
         run.prepare(plan, gemms)
         with stages("expert_gemm"):
-            hidden, pre_activations, rows = _hidden_rows(tokens, inputs, stacks, plan, run)
+            hidden, pre_activations, rows = _hidden_rows(tokens, inputs, makes_hidden, stacks, plan, run)
             pairs = [(hidden, down)]
             if form.down in stacks.biases:
                 pairs.append(_bias_pair(stacks.biases[form.down], plan, run, dtype))
@@ -135,19 +136,19 @@ def _makes_hidden(stacks: ExpertWeights) -> bool:
     return form.gate is not None and form.act.name == "silu" and not {form.gate, form.up} & stacks.biases.keys()
 
 
-def _input_operands(stacks: ExpertWeights) -> list[Operand]:
+def _input_operands(stacks: ExpertWeights, makes_hidden: bool) -> list[Operand]:
     """The gate and up, or the maps of both as they lie."""
-    if _makes_hidden(stacks):
+    if makes_hidden:
         return [Operand(name, stack, transposed=False) for name, stack in zip(("gate", "up"), stacks.gate_and_up())]
     return [Operand(f"input {i}", stack, transposed=False) for i, stack in enumerate(stacks.inputs)]
 
 
 def _hidden_rows(
-    tokens: torch.Tensor, inputs: list[Operand], stacks: ExpertWeights, plan: Plan, run: Run
+    tokens: torch.Tensor, inputs: list[Operand], makes_hidden: bool, stacks: ExpertWeights, plan: Plan, run: Run
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """The weighted hidden rows [R, I], the pre-activations, and the expert rows [R, H]."""
     form = stacks.layout.form
-    if _makes_hidden(stacks):
+    if makes_hidden:
         pre_activations = [tokens.new_empty(plan.num_rows, stack[0][2].shape[1]) for stack in stacks.inputs]
         hidden, rows = project_gated_arriving(tokens, *inputs, stacks.split(pre_activations, 1), form.act, plan, run)
         return hidden, pre_activations, rows

@@ -13,6 +13,7 @@ from deepspeed.moe import sharded_moe
 from deepspeed.moe.sharded_moe import TopKGate
 
 from . import kernels
+from .expert_form import is_watched
 from .top_k import BFloat16Routing, TopKRouting, top_k_routing
 
 
@@ -89,8 +90,7 @@ def _is_customised(gate: TopKGate) -> bool:
     """Whether calling the gate does something that its options alone do not say."""
     return (
         type(gate).forward is not TopKGate.forward
-        or "forward" in vars(gate)
-        or bool(gate._forward_hooks or gate._forward_pre_hooks or gate._backward_hooks or gate._backward_pre_hooks)
+        or is_watched(gate)
         or type(gate.wg) is not torch.nn.Linear
         or bool(gate.wg._forward_hooks or gate.wg._forward_pre_hooks)
     )

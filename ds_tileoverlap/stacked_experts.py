@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from deepspeed import comm as dist
 from torch import nn
 
 from .activation import SILU, Activation
@@ -25,6 +26,13 @@ ACTIVATION_OF: dict[str, Callable[[float, float], Activation]] = {
 def _form(experts: nn.Module) -> ExpertForm:
     act = ACTIVATION_OF[experts.activation](experts.activation_alpha, experts.activation_limit)
     return ExpertForm(act, "w1", "w3", "w2", (hasattr(experts, "w1_bias"),) * 3)
+
+
+def of_all_ranks(local: torch.Tensor, ep_size: int, group: torch.distributed.ProcessGroup) -> list[torch.Tensor]:
+    """[E_local, ...] of every rank of the group, in the order of the experts; all ranks call it."""
+    parts = [torch.empty_like(local) for _ in range(ep_size)]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return parts
 
 
 class StackedExperts:

@@ -129,7 +129,7 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     operands = [overlap_stages.Operand(f"input {i}", stack, False) for i, stack in enumerate(inputs)]
     results, expanded = overlap_stages.project_arriving(tokens, operands, plan, run)
     assert [result.shape for result in results] == [(40, 128)] * 2 and expanded.shape == (40, 64)
-    hidden, parts, _ = overlap._hidden_rows(tokens, overlap._input_operands(weights), weights, plan, run)
+    hidden, parts, _ = overlap._hidden_rows(tokens, overlap._input_operands(weights, True), True, weights, plan, run)
     assert [part.shape for part in (hidden, *parts)] == [(40, 128)] * 3
     operand = overlap_stages.Operand("down", down, False)
     sums = overlap_stages.return_while_computed([(rows, operand)], plan, run, stages)
