@@ -49,7 +49,7 @@ class Channel:
         claimed, placed, finished: counters that are 0 between kernels.
         arrived, consumed, began: [W] int32 words of this rank that peers write.
         peer_buffers, peer_arrived, peer_consumed, peer_began: [W] int64 addresses at each peer.
-        sending, receiving: arguments of kernels that send or receive: addresses of the above by name.
+        addresses, native: the addresses of the above by name, and as the operator takes them.
     """
 
     def __init__(self, pool: Pool, words: torch.Tensor, bases: list[int], first: int, own: torch.Tensor):
@@ -62,28 +62,15 @@ class Channel:
         )
         self.peer_buffers = pool.addresses([0] * size)
         self.epoch, self.claimed, self.placed, self.finished, self.targets = own.split([1] * OWN_WORDS + [size])
-        self._remember_arguments()
+        self._remember_addresses()
 
-    def _remember_arguments(self) -> None:
-        common = dict(
-            epoch=self.epoch.data_ptr(),
-            generation_bytes=self.capacity_bytes,
-            failure=self._pool.failure.data_ptr(),
-        )
-        self.sending = dict(
-            peer_buffers=self.peer_buffers.data_ptr(),
-            peer_arrived=self.peer_arrived.data_ptr(),
-            consumed=self.consumed.data_ptr(),
-            **common,
-        )
-        self.receiving = dict(
-            received=self._buffer.data_ptr() if self._buffer is not None else 0,
-            arrived=self.arrived.data_ptr(),
-            targets=self.targets.data_ptr(),
-            peer_consumed=self.peer_consumed.data_ptr(),
-            finished=self.finished.data_ptr(),
-            **common,
-        )
+    def _remember_addresses(self) -> None:
+        words = ("epoch", "targets", "claimed", "placed", "finished", "arrived", "consumed", "began")
+        peers = ("peer_buffers", "peer_arrived", "peer_consumed", "peer_began")
+        self.addresses = {name: getattr(self, name).data_ptr() for name in (*words, *peers)}
+        self.addresses["received"] = self._buffer.data_ptr() if self._buffer is not None else 0
+        self.addresses["generation_bytes"] = self.capacity_bytes
+        self.native = self._pool.op.Channel(**self.addresses)
 
     def reserve(self, needed_bytes: int, most_bytes: int) -> None:
         """Makes each half hold what is needed. All ranks call this with the same numbers, and grow together.
@@ -100,7 +87,7 @@ class Channel:
         self._buffer = None
         self._buffer, bases = self._pool.allocate(GENERATIONS * capacity, torch.uint8)
         self.peer_buffers, self.capacity_bytes = self._pool.addresses(bases), capacity
-        self._remember_arguments()
+        self._remember_addresses()
         self._pool.meet()
 
     def close(self) -> None:
@@ -115,15 +102,15 @@ class Pool:
         ready: [W] int32 words of this rank that peers write; peer_ready, peer_counts: [W] int64 addresses.
         counts_stride: words of one rank's counts.
         host_counts, host_failure, host_ready: host memory that the layout's kernel writes.
+        mailbox: the addresses through which counts are exchanged, by name.
         claimed_items: [1] int32, 0 between kernels.
         signals: ready signals of this rank's own tiles.
-        left: counters of what is left to do in the current use of a channel.
         failure: [5] int32, filled by a kernel whose deadline passed.
         stream: where couriers with SMs of their own run, of high priority.
     """
 
     def __init__(self, peers: Peers, device: torch.device, op):
-        self.peers, self.device = peers, device
+        self.peers, self.device, self.op = peers, device, op
         on_gpu = device.type == "cuda"
         if on_gpu:
             self.stream = torch.cuda.Stream(device, priority=-1)
@@ -144,21 +131,18 @@ class Pool:
         self.host_counts = torch.zeros(size * self.counts_stride, dtype=torch.int32, pin_memory=on_gpu)
         self.host_ready = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
         self.host_failure = torch.zeros(op.FAILURE_WORDS, dtype=torch.int32, pin_memory=on_gpu)
-        self.signals = self.left = torch.zeros(0, dtype=torch.int32, device=device)
+        self.signals = torch.zeros(0, dtype=torch.int32, device=device)
+        shared = ("peer_counts", "peer_ready", "ready", "host_counts", "host_failure", "host_ready")
+        self.mailbox = {name: getattr(self, name).data_ptr() for name in shared} | {"stride": self.counts_stride}
         # Nobody may write into a peer's words before it has cleared them.
         self.meet()
 
-    def reserve_signals(self, count: int) -> None:
-        """Makes room for ready signals of a GEMM. They are this rank's own: growing needs nobody else."""
+    def signals_for(self, count: int) -> int:
+        """Where a GEMM writes so many ready signals. They are this rank's own: growing needs nobody else."""
         if self.signals.numel() < count:
             # The current epoch is older than any that a signal will be compared with.
             self.signals = self.returns.epoch.expand(count).clone()
-
-    def reserve_left(self, count: int) -> torch.Tensor:
-        """Room for counters of what is left in one use; the next use has them after it."""
-        if self.left.numel() < count:
-            self.left = torch.empty(count, dtype=torch.int32, device=self.device)
-        return self.left
+        return self.signals.data_ptr()
 
     def close(self) -> None:
         """Frees the symmetric memory; collective over the group."""

@@ -41,19 +41,19 @@ def place_own_rows(x: torch.Tensor, plan: Plan, rows: torch.Tensor) -> None:
     With received rows ``a b`` of which the second is this rank's token ``t``, and choice rows ``[[1, -1], [2, 0]]``:
     rows 0 and 2 become ``t``.
     """
-    sent, received = plan.own_sent, plan.own_received
+    first_sent, first_received, own_rows = plan.tally.own_sent, plan.tally.own_received, plan.tally.own_rows
     if not kernels.use_triton(rows):
-        places = plan.choice_rows[received]
+        places = plan.choice_rows[first_received : first_received + own_rows]
         own, choices = (places >= 0).nonzero(as_tuple=True)
-        rows[places[own, choices].long()] = x[plan.sent_tokens[sent][own].long()]
-    elif sent.stop > sent.start:
-        _place_own_rows_kernel[(sent.stop - sent.start,)](
+        rows[places[own, choices].long()] = x[plan.sent_tokens[first_sent : first_sent + own_rows][own].long()]
+    elif own_rows:
+        _place_own_rows_kernel[(own_rows,)](
             x,
             plan.sent_tokens,
             plan.choice_rows,
             rows,
-            sent.start,
-            received.start,
+            first_sent,
+            first_received,
             plan.choice_rows.shape[1],
             x.shape[1],
             BLOCK=min(kernels.power_of_2(x.shape[1]), 2048),

@@ -192,7 +192,7 @@ class LayerRuntime:
         return group if group.op is not None else None
 
     def _say_what_ran(self, plan: Plan, reason: str | None) -> None:
-        self.backend = "overlap" if plan.all_can_overlap else "sequential"
+        self.backend = "overlap" if plan.tally.all_can_overlap else "sequential"
         if reason and reason not in self._said and plan.first_that_cannot_overlap == plan.peers.rank:
             self._said.add(reason)
             say(f"MoE layer '{self.name}' is sequential instead of overlap, as {reason}", every_rank=True)

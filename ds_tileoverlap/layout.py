@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,37 @@ from .route import Routes
 
 if TYPE_CHECKING:
     from .schedule import Returns
+
+
+class Tally(NamedTuple):
+    """What the host has to know of the exchanged counts; "away" leaves out what stays on its rank.
+
+    Attributes:
+        all_can_overlap: whether every rank of the group said so; the same answer on each of them.
+        num_rows, num_sent, num_received: R, S, U.
+        own_sent, own_received, own_rows: the first sent and the first received row of those that go from this rank to
+            itself, and how many.
+        remote_routes, remote_sends: of the whole group, what goes away.
+        most_received, most_arriving: rows that any rank receives, and without its own.
+        most_sent_away, most_routed_away, most_routed: of any rank, rows and routes.
+        expert_counts: rows of each local expert.
+    """
+
+    all_can_overlap: bool
+    num_rows: int
+    num_sent: int
+    num_received: int
+    own_sent: int
+    own_received: int
+    own_rows: int
+    remote_routes: int
+    remote_sends: int
+    most_received: int
+    most_arriving: int
+    most_sent_away: int
+    most_routed_away: int
+    most_routed: int
+    expert_counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -80,6 +111,31 @@ class Plan:
         """[W, W] int32: rows that go from a rank to a rank, one for each token that has an expert there."""
         return self.counts.numpy()[:, self.num_experts : -1]
 
+    @cached_property
+    def tally(self) -> Tally:
+        """What the host has to know of the counts; the operator finds it at once."""
+        routed, sent, rank = self.routes_between, self.sends_between, self.peers.rank
+        away, sent_away = _without_diagonal(routed), _without_diagonal(sent)
+        local = self.num_experts // self.peers.size
+        first = rank * local
+        return Tally(
+            all_can_overlap=not any(row[-1] for row in self._table),
+            num_rows=sum(row[rank] for row in routed),
+            num_sent=sum(sent[rank]),
+            num_received=sum(row[rank] for row in sent),
+            own_sent=sum(sent[rank][:rank]),
+            own_received=sum(row[rank] for row in sent[:rank]),
+            own_rows=sent[rank][rank],
+            remote_routes=sum(map(sum, away)),
+            remote_sends=sum(map(sum, sent_away)),
+            most_received=max(map(sum, zip(*sent))),
+            most_arriving=max(map(sum, zip(*sent_away))),
+            most_sent_away=max(map(sum, sent_away)),
+            most_routed_away=max(map(sum, away)),
+            most_routed=max(map(sum, routed)),
+            expert_counts=list(map(sum, zip(*(row[first : first + local] for row in self._table)))),
+        )
+
     # Lists from here on: for so few numbers every call of numpy costs more than Python.
     @cached_property
     def _table(self) -> list[list[int]]:
@@ -92,7 +148,7 @@ class Plan:
         firsts = range(0, self.num_experts, local)
         return [[sum(row[first : first + local]) for first in firsts] for row in self._table]
 
-    @cached_property
+    @property
     def remote_routes(self) -> list[list[int]]:
         """[W][W] as :attr:`routes_between`, 0 where they stay on their rank."""
         return _without_diagonal(self.routes_between)
@@ -103,7 +159,7 @@ class Plan:
         first = self.num_experts
         return [row[first:-1] for row in self._table]
 
-    @cached_property
+    @property
     def remote_sends(self) -> list[list[int]]:
         """[W][W] as :attr:`sends`, 0 where they stay on their rank."""
         return _without_diagonal(self.sends_between)
@@ -118,39 +174,20 @@ class Plan:
         """Rows received from each rank."""
         return [row[self.peers.rank] for row in self.sends_between]
 
-    @cached_property
-    def num_rows(self) -> int:
-        """R."""
-        return sum(row[self.peers.rank] for row in self.routes_between)
-
-    @cached_property
-    def own_sent(self) -> slice:
-        """The sent rows that go to this rank itself."""
-        first = sum(self.send_splits[: self.peers.rank])
-        return slice(first, first + self.send_splits[self.peers.rank])
-
-    @cached_property
-    def own_received(self) -> slice:
-        """The received rows that come from this rank itself."""
-        first = sum(self.recv_splits[: self.peers.rank])
-        return slice(first, first + self.recv_splits[self.peers.rank])
-
-    @cached_property
-    def all_can_overlap(self) -> bool:
-        """Whether every rank of the group said so; the same answer on each of them."""
-        return not any(row[-1] for row in self._table)
-
     @property
     def first_that_cannot_overlap(self) -> int:
         """The lowest place in the group of a rank that cannot; it says why."""
         return int(self.counts.numpy()[:, -1].argmax())
 
-    @cached_property
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.tally.num_rows
+
+    @property
     def expert_counts(self) -> list[int]:
         """Rows of each local expert."""
-        local = self.num_experts // self.peers.size
-        first = self.peers.rank * local
-        return list(map(sum, zip(*(row[first : first + local] for row in self._table))))
+        return self.tally.expert_counts
 
     @cached_property
     def expert_starts(self) -> list[int]:

@@ -72,7 +72,15 @@ def routed_experts(
     """As :func:`sequential.routed_experts`, on a rank that can overlap; whether all can is known with the counts."""
     anchor = x.new_empty(0, requires_grad=torch.is_grad_enabled())
     dtype, parameters = sequential.compute_dtype(x), experts.parameters()
-    run = Run(counting.group, counting.config, experts.maps, counting.peers, counting.row_bytes)
+    run = Run(
+        counting.group,
+        counting.config,
+        experts.maps,
+        counting.counts,
+        counting.exchange,
+        counting.schedules,
+        counting.row_bytes,
+    )
     return sequential.apply_without_look(
         _OverlappedMLP,
         x,
@@ -102,17 +110,16 @@ class _OverlappedMLP(sequential.RoutedMLP):
         inputs = _input_operands(stacks, makes_hidden)
         arrival_width = gated_width(inputs[0].width) if makes_hidden else inputs[0].width
         down = Operand("down", stacks.down, transposed=False)
+        arriving = [arrival_width]
+        if overlaps_backward:
+            arriving.append(replace(down, transposed=True).width)
         # Everything until here is done while the counts are on their way; once they are there, the device waits.
         with stages("layout"):
-            plan = counting.finish()
-        if not plan.all_can_overlap:
+            plan = counting.finish(arriving, returning=[down.width])
+        if not plan.tally.all_can_overlap:
             return sequential.RoutedMLP.forward(
                 ctx, x, weights, anchor, experts, plan, dtype, stages, None, recompute_dispatch, *parameters
             )
-        gemms = {(arrival_width, ARRIVALS), (down.width, plan.returns)}
-        if overlaps_backward:
-            gemms.add((replace(down, transposed=True).width, ARRIVALS))
-        run.prepare(plan, gemms)
         with stages("expert_gemm"):
             hidden, pre_activations, rows = _hidden_rows(tokens, inputs, makes_hidden, stacks, plan, run)
             pairs = [(hidden, down)]

@@ -146,52 +146,36 @@ def _load_kernels(op, pool: Pool) -> None:
     zero, stream = nothing.data_ptr(), raw_stream(nothing)
     matrix = torch.zeros(64, 64, dtype=torch.float16, device=device)
     operand = matrix.data_ptr()
-    channel = pool.returns
-    # Sums of no rows, and no rows to put in place: the couriers find out that there is nothing to do.
-    courier = op.Courier(
-        errand=op.RETURN_SUMS, rows=zero, row_bytes=16, num_peers=1, rank=0, segments=zero, num_segments=zero,
-        index=zero, num_choices=1, runs=zero, num_panels=1, panel_bytes=16, claimed=channel.claimed.data_ptr(),
-        limit_ns=NS, **channel.sending,
+    gemm = dict(
+        a=operand, b_maps=zero, c=operand, items=zero, num_items=zero, claimed=pool.claimed_items.data_ptr(),
+        num_rows=64, n=64, k=64, num_sms=2, stream=stream,
     )  # fmt: skip
-    arrivals = op.Arrivals(
-        rows=operand, row_bytes=128, sources=zero, own_first=0, own_end=0, segments=zero, num_segments=zero,
-        missing=zero, num_peers=0, claimed=channel.placed.data_ptr(), limit_ns=NS, **channel.receiving,
+    gated = dict(up_maps=zero, up=operand, stride=64, hidden=operand, row_weights=zero, alpha=1.0, limit=1.0, shift=0.0)
+    # Nobody to wait for, no tokens and no rows.
+    nothing_to_do = op.Exchange(
+        counts=zero, counts_stride=0, num_ranks=0, rank=0, num_experts=0, num_choices=1, num_tokens=0,
+        claimed_items=zero, num_sms=2, failure=pool.failure.data_ptr(), limit_ns=NS,
     )  # fmt: skip
+    channel = pool.returns.native
     for is_half in (False, True):
         for transposed in (False, True):
-            op.expert_gemm(
-                a=operand, b_maps=zero, c=operand, items=zero, num_items=zero, claimed=pool.claimed_items.data_ptr(),
-                num_rows=64, n=64, k=64, is_half=is_half, b_is_transposed=transposed, num_sms=2, courier=courier,
-                arrivals=arrivals, stream=stream,
-            )  # fmt: skip
-        op.expert_gemm(
-            a=operand, b_maps=zero, c=operand, items=zero, num_items=zero, claimed=pool.claimed_items.data_ptr(),
-            num_rows=64, n=64, k=64, is_half=is_half, b_is_transposed=False, num_sms=2, courier=courier,
-            arrivals=arrivals, up_maps=zero, up=operand, stride=64, hidden=operand, row_weights=zero, alpha=1.0,
-            limit=1.0, shift=0.0, stream=stream,
-        )  # fmt: skip
-        op.run_couriers(courier=courier, arrivals=arrivals, is_half=is_half, num_sms=2, stream=stream)
-        op.sum_slots(
-            local=zero, slots=zero, sums=zero, num_tokens=0, num_choices=1, width=8, num_peers=0, is_half=is_half,
-            num_sms=1, limit_ns=NS, stream=stream, **channel.receiving,
-        )  # fmt: skip
+            op.expert_gemm(is_half=is_half, b_is_transposed=transposed, **gemm)
+        op.expert_gemm(is_half=is_half, b_is_transposed=False, **gemm, **gated)
+        op.run_couriers(is_half=is_half, num_sms=2, stream=stream)
+        op.sum_returned(nothing_to_do, channel, stream, local=zero, slots=zero, sums=zero, width=8, is_half=is_half)
     op.begin(
         counts=zero, counts_stride=0, num_ranks=1, rank=0, num_experts=0, what=op.TOKENS_OUT, row_bytes=16,
         epoch=operand, targets=zero, peer_began=zero, failure=pool.failure.data_ptr(), limit_ns=NS, stream=stream,
     )  # fmt: skip
-    op.place(
-        experts=zero, weights=zero, block_counts=zero, bases=zero, num_tokens=0, num_choices=1, num_experts=1,
-        num_ranks=1, rank=0, returns_sums=False, sent_tokens=zero, choice_slots=zero, token_slots=zero, slots=zero,
-        limit_ns=NS, stream=stream, **channel.sending,
+    op.place_and_receive(
+        nothing_to_do, channel, [], zero, stream, experts=zero, weights=zero, block_counts=zero, bases=zero,
+        returns_sums=False, num_received=0, sent_tokens=zero, choice_slots=zero, token_slots=zero, slots=zero,
+        choice_rows=zero, row_sources=zero, row_weights=zero, row_offsets=zero,
     )  # fmt: skip
-    op.receive(
-        num_received=0, num_choices=1, num_ranks=0, num_experts=0, rank=0, counts=zero, choice_rows=zero,
-        row_sources=zero, row_weights=zero, row_offsets=zero, limit_ns=NS, stream=stream, **channel.receiving,
-    )  # fmt: skip
-    scalars = dict(
-        values=zero, index=zero, runs=zero, choice_slots=zero, slots=zero, own_first=0, own_end=0, num_tokens=0,
-        num_choices=1, num_peers=0, limit_ns=NS, stream=stream, **{**channel.sending, **channel.receiving},
-    )  # fmt: skip
-    op.send_scalars(**scalars)
-    op.collect_scalars(**scalars)
+    tiles = op.Tiling(
+        n=8, row_bytes=16, aligns_owners=False, bands_per_segment=1, panel_tiles=1, num_panels=1, local_first=False
+    )
+    scalars = dict(values=zero, index=zero, choice_slots=zero, slots=zero, own_first=0, own_end=0)
+    op.collect_scalars(nothing_to_do, channel, tiles, stream, **scalars)
+    op.send_scalars(nothing_to_do, channel, tiles, stream, **scalars)
     torch.cuda.synchronize(device)

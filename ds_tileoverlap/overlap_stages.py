@@ -7,39 +7,47 @@ rows that are made return.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from .activation import Activation
-from .buffer import Channel
 from .config import TileOverlapConfig
 from .dispatch import place_own_rows
-from .exchange import Peers
 from .kernels import raw_stream
 from .layout import Plan
-from .overlap_group import NS, Group
-from .schedule import ARRIVALS, TILE_N, Returns, Schedule, gated_width, schedules
+from .overlap_group import Group
+from .schedule import ARRIVALS, TILE_N, Returns, Schedule, gated_width
 from .stages import Stages
 from .symmetric_layout import rows_to_receive
 from .weight_maps import WeightMaps
 
 
 class Run:
-    """What the kernels of one layer's forward and backward need beside its tensors.
+    """What the stages of one layer's forward and backward need beside its tensors.
 
     Args:
+        counts: [W, E + W + 1] on the device, whose address ``exchange`` knows.
+        exchange: of this forward, as the operator takes it.
+        schedules: by columns of the GEMM and the way that its rows return.
         row_bytes: of a hidden row.
     """
 
-    def __init__(self, group: Group, config: TileOverlapConfig, maps: WeightMaps, peers: Peers, row_bytes: int):
-        self.group, self.op, self.pool, self.row_bytes = group, group.op, group.pool, row_bytes
-        self._maps = maps
-        self._schedules: dict[tuple[int, Returns], Schedule] = {}
+    def __init__(
+        self,
+        group: Group,
+        config: TileOverlapConfig,
+        maps: WeightMaps,
+        counts: torch.Tensor,
+        exchange,
+        schedules: Mapping[tuple[int, Returns], Schedule],
+        row_bytes: int,
+    ):
+        self.op, self.pool, self.exchange, self.row_bytes = group.op, group.pool, exchange, row_bytes
+        self._counts, self._schedules, self._maps = counts, schedules, maps
         self.comm_sms = 0 if config.comm_sms == "auto" else config.comm_sms
         self.overlaps_dispatch, self.overlaps_backward = config.overlap_dispatch, config.overlap_backward
-        self.limit_ns = int(peers.timeout_s * NS)
 
     def maps(self, operand: Operand, dtype: torch.dtype) -> torch.Tensor:
         """The table through which the GEMM reads the operand."""
@@ -49,14 +57,9 @@ class Run:
         """Memory of the layer for an operand that is made anew in every forward; see :meth:`WeightMaps.room`."""
         return self._maps.room(name, shape, like)
 
-    def prepare(self, plan: Plan, gemms: set[tuple[int, Returns]]) -> None:
-        """Computes the schedules of GEMMs with so many columns whose rows return so, all at once."""
-        ordered = sorted(gemms, key=lambda gemm: (gemm[1].local_first, gemm[0]))
-        found = schedules(self.op, plan, [(n, self.row_bytes, returns) for n, returns in ordered])
-        self._schedules = dict(zip(ordered, found))
-
-    def tiles(self, n: int, returns: Returns) -> Schedule:
-        return self._schedules[n, returns]
+    def tiles(self, n: int, returns: Returns):
+        """The schedule of a GEMM with so many columns whose rows return so, as the operator takes it."""
+        return self._schedules[n, returns].native
 
 
 @dataclass(frozen=True)
@@ -90,14 +93,14 @@ def project_arriving(
     Returns:
         For each operand [R, its width], and the expert rows [R, K].
     """
-    rows, carried = _rows_and_couriers(tokens, operands[0].width, plan, run)
+    rows, arriving = _arriving_rows(tokens, plan, run)
     results = []
     for operand in operands:
         result = tokens.new_empty(rows.shape[0], operand.width)
-        multiply(run, run.tiles(operand.width, ARRIVALS), [(rows, operand)], result, **carried)
+        _project(run, operand.width, arriving, gemm_of([(rows, operand)], result, run))
         results.append(result)
         # The first operand's kernel sends and receives; the next ones find everything in place.
-        carried = {}
+        arriving = None
     return results, rows
 
 
@@ -119,14 +122,10 @@ def project_gated_arriving(
     Returns:
         The weighted hidden rows [R, I], and the expert rows [R, K].
     """
-    width = gated_width(gate.width)
-    rows, carried = _rows_and_couriers(tokens, width, plan, run)
+    rows, arriving = _arriving_rows(tokens, plan, run)
     hidden = tokens.new_empty(rows.shape[0], gate.width)
-    multiply(
-        run,
-        run.tiles(width, ARRIVALS),
-        [(rows, gate)],
-        into[0],
+    gemm = gemm_of([(rows, gate)], into[0], run)
+    gemm.update(
         up_maps=run.maps(up, rows.dtype).data_ptr(),
         up=into[1].data_ptr(),
         stride=into[1].stride(0),
@@ -135,8 +134,8 @@ def project_gated_arriving(
         alpha=act.alpha,
         limit=act.limit,
         shift=act.shift,
-        **carried,
     )
+    _project(run, gated_width(gate.width), arriving, gemm)
     return hidden, rows
 
 
@@ -146,187 +145,71 @@ def arrived_rows(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> torc
     Args:
         width: of a schedule for :data:`ARRIVALS`.
     """
-    rows, carried = _arriving_rows(tokens, width, plan, run)
-    _carry(rows, run, carried)
+    rows, arriving = _arriving_rows(tokens, plan, run)
+    _arrive(run, width, arriving, rows)
     return rows
 
 
-def _rows_and_couriers(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> tuple[torch.Tensor, dict]:
-    """The expert rows [R, K], all of them where dispatch does not overlap, and what the GEMM carries otherwise."""
-    rows, carried = _arriving_rows(tokens, width, plan, run)
-    if run.overlaps_dispatch:
-        return rows, carried
-    _carry(rows, run, carried)
-    return rows, {}
-
-
-def _arriving_rows(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> tuple[torch.Tensor, dict]:
-    """The expert rows [R, K] with this rank's own in place, and the couriers' instructions for all others."""
-    channel = run.pool.tokens
-    # Couriers read 16 bytes at a time; a view may begin anywhere.
-    tokens = tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
-    arriving = max(map(sum, zip(*plan.remote_sends))) * run.row_bytes
-    channel.reserve(arriving, 2 * arriving)
-    rows = tokens.new_empty(plan.row_sources.numel(), tokens.shape[1])
-    place_own_rows(tokens, plan, rows)
-    tiles = run.tiles(width, ARRIVALS)
-    missing = begin(run, channel, plan, run.op.TOKENS_OUT, run.row_bytes, tiles.band_parts)
-    courier, arrivals = token_courier(run, plan, tiles, tokens), arrivals_of(run, plan, tiles, rows, missing)
-    return rows, dict(courier=courier, arrivals=arrivals)
-
-
-def _carry(rows: torch.Tensor, run: Run, carried: dict) -> None:
-    """Couriers on all SMs, with no GEMM beside them."""
-    is_half = rows.dtype == torch.float16
-    run.op.run_couriers(**carried, is_half=is_half, num_sms=run.group.num_sms, stream=raw_stream(rows))
-
-
-def begin(
-    run: Run, channel: Channel, plan: Plan, what: int, row_bytes: int, to_do: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """Starts a use of a channel: the next epoch, and how much must come from each peer.
-
-    Tokens go out only when every rank of the group is about to send them: a kernel that waits for them fills the GPU,
-    and a rank that is late may still need a collective that could not start beside it.
-
-    Returns:
-        Counters that show ``to_do`` [n] at first, and may be longer.
-    """
-    left, counters = None, {}
-    if to_do is not None:
-        left = run.pool.reserve_left(to_do.numel())
-        counters = dict(to_do=to_do.data_ptr(), left=left.data_ptr(), num_left=to_do.numel())
-    run.op.begin(
-        counts=plan.device_counts.data_ptr(),
-        counts_stride=plan.device_counts.shape[1],
-        num_ranks=plan.peers.size,
-        rank=plan.peers.rank,
-        num_experts=plan.num_experts,
-        what=what,
-        row_bytes=row_bytes,
-        epoch=channel.epoch.data_ptr(),
-        targets=channel.targets.data_ptr(),
-        peer_began=channel.peer_began.data_ptr(),
-        began=channel.began.data_ptr() if what == run.op.TOKENS_OUT else 0,
-        failure=run.pool.failure.data_ptr(),
-        limit_ns=run.limit_ns,
-        stream=raw_stream(plan.device_counts),
-        **counters,
-    )
-    return left
-
-
-def courier_of(run: Run, channel: Channel, plan: Plan, tiles: Schedule, rows: torch.Tensor, **errand):
-    """A courier's instructions: what is common to all errands, and ``errand``."""
-    return run.op.Courier(
-        rows=rows.data_ptr(),
-        row_bytes=run.row_bytes,
-        num_peers=plan.peers.size,
-        rank=plan.peers.rank,
-        segments=tiles.segments.data_ptr(),
-        num_segments=tiles.num_segments.data_ptr(),
-        claimed=channel.claimed.data_ptr(),
-        limit_ns=run.limit_ns,
-        **channel.sending,
-        **errand,
-    )
-
-
-def token_courier(run: Run, plan: Plan, tiles: Schedule, tokens: torch.Tensor):
-    """Tokens [T, H] to every rank that holds any of their experts, at once: nothing has to be computed before."""
-    return courier_of(
-        run,
-        run.pool.tokens,
-        plan,
-        tiles,
-        tokens,
-        errand=run.op.RETURN_SUMS,
-        index=plan.sent_tokens.data_ptr(),
-        num_choices=1,
-        runs=tiles.send_runs.data_ptr(),
-        num_panels=1,
-        panel_bytes=run.row_bytes,
-    )
-
-
-def output_courier(run: Run, plan: Plan, tiles: Schedule, outputs: torch.Tensor, left: torch.Tensor):
-    """Expert outputs [R, H] to the owners of their tokens, as soon as the tiles that they lie in are ready."""
-    returns = plan.returns
-    waits = (
-        dict(errand=run.op.RETURN_SUMS, panel_left=left.data_ptr())
-        if returns.sums
-        else dict(
-            errand=run.op.RETURN_ROWS,
-            signals=run.pool.signals.data_ptr(),
-            signals_per_band=2 * -(-outputs.shape[1] // TILE_N),
-        )
-    )
-    return courier_of(
-        run,
-        run.pool.returns,
-        plan,
-        tiles,
-        outputs,
-        index=plan.choice_rows.data_ptr(),
-        num_choices=plan.top_k,
-        runs=tiles.sum_runs.data_ptr(),
-        num_panels=returns.num_panels,
-        panel_bytes=returns.panel_tiles(outputs.shape[1]) * TILE_N * outputs.element_size(),
-        **waits,
-    )
-
-
-def arrivals_of(run: Run, plan: Plan, tiles: Schedule, rows: torch.Tensor, missing: torch.Tensor):
-    """What arrives from peers is copied to its places among the expert rows [R, K]."""
-    channel = run.pool.tokens
-    return run.op.Arrivals(
-        rows=rows.data_ptr(),
-        row_bytes=run.row_bytes,
-        sources=plan.row_sources.data_ptr(),
-        own_first=plan.own_received.start,
-        own_end=plan.own_received.stop,
-        segments=tiles.segments.data_ptr(),
-        num_segments=tiles.num_segments.data_ptr(),
-        missing=missing.data_ptr(),
-        claimed=channel.placed.data_ptr(),
-        num_peers=plan.peers.size,
-        limit_ns=run.limit_ns,
-        **channel.receiving,
-    )
-
-
-def multiply(
-    run: Run,
-    tiles: Schedule,
-    pairs: list[tuple[torch.Tensor, Operand]],
-    result: torch.Tensor,
-    **options,
-) -> None:
-    """The expert GEMM: result [R, N], the sum over one or two pairs of rows [R, K] times weights.
+def _project(run: Run, width: int, arriving: dict | None, gemm: dict) -> None:
+    """A GEMM of the expert rows, and what has to arrive for it: inside of it, or before where they do not overlap.
 
     Args:
-        tiles: which tiles it makes in which order.
-        options: what it carries, what it announces, the SMs that it takes.
+        width: of the schedule.
     """
+    tiles, stream = run.tiles(width, ARRIVALS), gemm.pop("stream")
+    if arriving is None:
+        run.op.multiply(run.exchange, tiles, stream, **gemm)
+    elif run.overlaps_dispatch:
+        run.op.project_arriving(run.exchange, run.pool.tokens.native, tiles, stream, **gemm, **arriving)
+    else:
+        here = dict(a=gemm["a"], is_half=gemm["is_half"])
+        run.op.arrive(run.exchange, run.pool.tokens.native, tiles, stream, **here, **arriving)
+        run.op.multiply(run.exchange, tiles, stream, **gemm)
+
+
+def _arrive(run: Run, width: int, arriving: dict, rows: torch.Tensor) -> None:
+    here = dict(a=rows.data_ptr(), is_half=rows.dtype == torch.float16)
+    tiles = run.tiles(width, ARRIVALS)
+    run.op.arrive(run.exchange, run.pool.tokens.native, tiles, raw_stream(rows), **here, **arriving)
+
+
+def _arriving_rows(tokens: torch.Tensor, plan: Plan, run: Run) -> tuple[torch.Tensor, dict]:
+    """The expert rows [R, K] with this rank's own in place, and what the couriers are told of all others."""
+    # Couriers read 16 bytes at a time; a view may begin anywhere.
+    tokens = tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
+    tally = plan.tally
+    arriving = tally.most_arriving * run.row_bytes
+    run.pool.tokens.reserve(arriving, 2 * arriving)
+    rows = tokens.new_empty(tally.num_rows, tokens.shape[1])
+    place_own_rows(tokens, plan, rows)
+    return rows, dict(
+        tokens=tokens.data_ptr(),
+        sent_tokens=plan.sent_tokens.data_ptr(),
+        row_sources=plan.row_sources.data_ptr(),
+        own_first=tally.own_received,
+        own_end=tally.own_received + tally.own_rows,
+    )
+
+
+def gemm_of(pairs: list[tuple[torch.Tensor, Operand]], result: torch.Tensor, run: Run) -> dict:
+    """The expert GEMM as the operator takes it: result [R, N], the sum over one or two pairs of rows [R, K] times
+    weights, and the stream that it runs on."""
     (rows, operand), *second = pairs
-    for other, its_operand in second:
-        maps = run.maps(its_operand, rows.dtype)
-        options.update(a2=other.data_ptr(), b2_maps=maps.data_ptr(), k2=other.shape[1])
-    run.op.expert_gemm(
+    arguments = dict(
         a=rows.data_ptr(),
         b_maps=run.maps(operand, rows.dtype).data_ptr(),
         c=result.data_ptr(),
-        items=tiles.items.data_ptr(),
-        num_items=tiles.num_items.data_ptr(),
-        claimed=run.pool.claimed_items.data_ptr(),
         num_rows=result.shape[0],
         n=result.shape[1],
         k=rows.shape[1],
         is_half=result.dtype == torch.float16,
         b_is_transposed=operand.transposed,
         stream=raw_stream(result),
-        **{"num_sms": run.group.num_sms, **options},
     )
+    for other, its_operand in second:
+        maps = run.maps(its_operand, rows.dtype)
+        arguments.update(a2=other.data_ptr(), b2_maps=maps.data_ptr(), k2=other.shape[1])
+    return arguments
 
 
 def return_while_computed(
@@ -347,50 +230,40 @@ def return_while_computed(
     Returns:
         [T, width].
     """
-    op, pool, returns, comm_sms = run.op, run.pool, plan.returns, run.comm_sms
+    op, pool, sums_return, exchange = run.op, run.pool, plan.returns.sums, run.exchange
     channel, (rows, operand) = pool.returns, pairs[0]
-    width, is_half = operand.width, rows.dtype == torch.float16
-    main = torch.cuda.current_stream(rows.device) if comm_sms else None
-    tiles = run.tiles(width, returns)
+    width = operand.width
+    tiles = run.tiles(width, plan.returns)
     channel.reserve(*(count * run.row_bytes for count in rows_to_receive(plan)))
-    pool.reserve_signals(tiles.num_bands * -(-width // TILE_N) * 2)
     outputs = rows.new_empty(rows.shape[0], width)
     sums = rows.new_empty(plan.slots.shape[0], width)
+    home = dict(index=plan.choice_rows.data_ptr(), sums=sums_return, comm_sms=run.comm_sms)
+    if not sums_return:
+        home["signals"] = pool.signals_for(tiles.num_bands * -(-width // TILE_N) * 2)
+    home |= gemm_of(pairs, outputs, run)
+    stream = home.pop("stream")
     with stages("expert_gemm"):
-        what = op.SUMS_HOME if returns.sums else op.ROWS_HOME
-        left = begin(run, channel, plan, what, run.row_bytes, tiles.panel_tiles)
-        announced = (
-            dict(panel_left=left.data_ptr(), panel_tiles=returns.panel_tiles(width))
-            if returns.sums
-            else dict(signals=pool.signals.data_ptr(), epoch=channel.epoch.data_ptr())
-        )
-        courier = output_courier(run, plan, tiles, outputs, left)
-        if comm_sms:
+        if run.comm_sms:
+            main = torch.cuda.current_stream(rows.device)
             pool.forked.record(main)
-        # The GEMM first: it waits for nobody, so whatever happens to the couriers' start, nothing is held up.
-        carried = {} if comm_sms else {"courier": courier}
-        multiply(run, tiles, pairs, outputs, num_sms=run.group.num_sms - comm_sms, **announced, **carried)
-        if comm_sms:
+        op.multiply_returning(exchange, channel.native, tiles, stream, **home)
+        if run.comm_sms:
             pool.stream.wait_event(pool.forked)
-            op.run_couriers(courier=courier, is_half=is_half, num_sms=comm_sms, stream=pool.stream.cuda_stream)
+            op.run_couriers_home(exchange, channel.native, tiles, pool.stream.cuda_stream, **home)
             pool.joined.record(pool.stream)
     meanwhile()
     with stages("combine"):
-        if comm_sms:
+        if run.comm_sms:
             main.wait_event(pool.joined)
-        op.sum_slots(
+        op.sum_returned(
+            exchange,
+            channel.native,
+            stream,
             local=outputs.data_ptr(),
             slots=plan.slots.data_ptr(),
             sums=sums.data_ptr(),
-            num_tokens=sums.shape[0],
-            num_choices=plan.slots.shape[1],
             width=width,
-            num_peers=plan.peers.size,
-            is_half=is_half,
-            num_sms=run.group.num_sms,
-            limit_ns=run.limit_ns,
-            stream=raw_stream(rows),
-            **channel.receiving,
+            is_half=rows.dtype == torch.float16,
         )
     return sums
 
@@ -399,36 +272,29 @@ class ScalarReturn:
     """One float32 a row [R] goes to the owners of the rows' tokens: sent at once, collected later.
 
     Args:
-        tiles: any schedule of this Plan.
+        tiles: any schedule of this Plan, as the operator takes it.
     """
 
-    def __init__(self, values: torch.Tensor, tiles: Schedule, plan: Plan, run: Run):
-        channel, record_bytes = run.pool.scalars, -(-plan.top_k // 4) * 16
-        most = max(map(sum, plan.remote_sends)) * record_bytes
+    def __init__(self, values: torch.Tensor, tiles, plan: Plan, run: Run):
+        channel, tally = run.pool.scalars, plan.tally
+        most = tally.most_sent_away * -(-plan.top_k // 4) * 16
         channel.reserve(most, 2 * most)
         self._run, self._like = run, plan.slots
+        self._shared = run.exchange, channel.native, tiles, raw_stream(values)
         self._arguments = dict(
             values=values.data_ptr(),
             index=plan.choice_rows.data_ptr(),
-            runs=tiles.sum_runs.data_ptr(),
             choice_slots=plan.choice_slots.data_ptr(),
             slots=plan.slots.data_ptr(),
-            own_first=plan.own_sent.start,
-            own_end=plan.own_sent.stop,
-            num_tokens=plan.slots.shape[0],
-            num_choices=plan.top_k,
-            num_peers=plan.peers.size,
-            limit_ns=run.limit_ns,
-            stream=raw_stream(values),
-            **{**channel.sending, **channel.receiving},
+            own_first=tally.own_sent,
+            own_end=tally.own_sent + tally.own_rows,
         )
         # What the addresses belong to.
-        self._kept = values, tiles, plan
-        begin(run, channel, plan, run.op.SUMS_HOME, record_bytes)
-        run.op.send_scalars(**self._arguments)
+        self._kept = values, plan
+        run.op.send_scalars(*self._shared, **self._arguments)
 
     def collect(self) -> torch.Tensor:
         """The scalars of each token's choices [T, k] float32, 0 for a dropped one."""
         results = torch.empty_like(self._like, dtype=torch.float32)
-        self._run.op.collect_scalars(**self._arguments, results=results.data_ptr())
+        self._run.op.collect_scalars(*self._shared, **self._arguments, results=results.data_ptr())
         return results

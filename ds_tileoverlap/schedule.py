@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,47 +18,45 @@ import torch
 from .kernels import raw_stream
 from .layout import Plan
 
+
 BAND = 128
 TILE_N = 256
 # As csrc/schedule.cu: pairs of bands that walk the columns together; bytes that a courier claims at once.
 PAIRS_AT_ONCE = 8
 PART_BYTES = 8192
-ITEM_WORDS, SEGMENT_WORDS, SUM_RUN_WORDS = 4, 8, 4
 # Added to the expert of an item whose rows have to travel.
 REMOTE = 0x8000
 
 
-class Schedule(NamedTuple):
-    """Flat device arrays that the GEMM and its couriers read.
+class Schedule:
+    """Flat lists on the device that the GEMM and its couriers read.
 
     Attributes:
-        n, row_bytes, returns: as given to :func:`schedules`.
-        items: [.., 4] int32: first row, rows (1 to 256), expert | REMOTE | column tile << 16, band; in the order of
-            computation.
-        num_items: [1] int32.
-        segments: [.., 8] int32: first row, rows, peer, row at the peer, first band, bands, parts before it, 0; one more
-            than there are, of which only the parts before it count.
-        num_segments: [1] int32.
-        panel_tiles: [panels] int32, tiles with remote rows in each panel; for sums that return.
-        band_parts: [bands + 1] int32, parts of rows from peers in each band (``csrc/courier.cuh``); for rows that
-            arrive. The last one counts for nothing: there is always one.
-        sum_runs: [W - 1, 4] int32: first received row, rows, peer, row at the peer; for sums that return.
-        send_runs: [W - 1, 4] int32: the same of the rows sent, the last peer first; for tokens that go out.
-        num_bands: an upper limit.
+        n, row_bytes, returns: as given to :func:`tilings`.
+        words: [..] int32, all lists.
+        native: where each of them lies, as the operator takes it.
     """
 
-    n: int
-    row_bytes: int
-    returns: Returns
-    items: torch.Tensor
-    num_items: torch.Tensor
-    segments: torch.Tensor
-    num_segments: torch.Tensor
-    panel_tiles: torch.Tensor
-    band_parts: torch.Tensor
-    sum_runs: torch.Tensor
-    send_runs: torch.Tensor
-    num_bands: int
+    def __init__(self, n: int, row_bytes: int, returns: Returns, native):
+        self.n, self.row_bytes, self.returns, self.native = n, row_bytes, returns, native
+        self.words: torch.Tensor | None = None
+
+    def list_at(self, name: str, width: int = 1) -> torch.Tensor:
+        """One list [.., width] and what follows it. Its lines, a word each where nothing else is said:
+
+        items: first row, rows (1 to 256), expert | REMOTE | column tile << 16, band; in the order of computation.
+        num_items, num_segments: one line.
+        segments: first row, rows, peer, row at the peer, first band, bands, parts before it, 0; one more than there
+            are, of which only the parts before it count.
+        panel_tiles_to_do: tiles with remote rows in each panel; for sums that return.
+        band_parts_to_do: parts of rows from peers in each band (``csrc/courier.cuh``); for rows that arrive.
+        sum_runs: W - 1 lines of first received row, rows, peer, row at the peer; for sums that return.
+        send_runs: the same of the rows sent, the last peer first; for tokens that go out.
+        left: counters of the last two kinds, set at each use.
+        """
+        first = (getattr(self.native, name) - self.words.data_ptr()) // 4
+        rest = self.words[first:]
+        return rest[: len(rest) // width * width].view(-1, width)
 
 
 def gated_width(width: int) -> int:
@@ -95,70 +92,49 @@ class Returns:
 ARRIVALS = Returns(sums=True, aligns_owners=False, bands_per_segment=1, num_panels=1, local_first=True)
 
 
-def schedules(op, plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Schedule]:
-    """Computes the :class:`Schedule` of several GEMMs on the device at once, without waiting for it.
+def tilings(op, row_bytes: int, gemms: list[tuple[int, Returns]]) -> list[Schedule]:
+    """A :class:`Schedule` without lists yet for each GEMM.
 
     Args:
         op: the compiled operator.
-        plan: of this forward.
-        gemms: of each the columns of its result, the bytes of a row that travels (a multiple of 16), and how rows come
-            home or :data:`ARRIVALS`.
+        row_bytes: of a row that travels, a multiple of 16.
+        gemms: of each the columns of its result, and how rows come home or :data:`ARRIVALS`.
     """
-    found = _empty_schedules(plan, gemms)
-    op.schedule(
-        counts=plan.device_counts.data_ptr(),
-        counts_stride=plan.device_counts.shape[1],
-        num_ranks=plan.peers.size,
-        rank=plan.peers.rank,
-        num_experts=plan.num_experts,
-        tilings=[_tiling(op, schedule) for schedule in found],
-        stream=raw_stream(plan.device_counts),
-    )
-    return found
-
-
-def _empty_schedules(plan: Plan, gemms: list[tuple[int, int, Returns]]) -> list[Schedule]:
-    """Schedules whose words are not written yet, all in one allocation."""
-    size, rows, num_local = plan.peers.size, plan.num_rows, plan.num_experts // plan.peers.size
-    # At most so many segments: each owner's rows of an expert may begin and end within a band.
-    most_segments = rows // BAND + 2 * num_local * size + 1
-    counts, limits = [], []
-    for n, _, returns in gemms:
-        # Every run of rows with tiles of its own may end in a tile that is not full.
-        num_bands = rows // BAND + num_local * (size if returns.aligns_owners else 1)
-        most_items = num_bands * -(-n // TILE_N) + 1
-        counts += [most_items * ITEM_WORDS, 1, most_segments * SEGMENT_WORDS, 1, returns.num_panels, num_bands + 1]
-        counts += [size * SUM_RUN_WORDS] * 2
-        limits.append(num_bands)
-    # Each begins at 16 bytes.
-    counts = [-(-count // 4) * 4 for count in counts]
-    words = torch.empty(sum(counts), dtype=torch.int32, device=plan.device_counts.device).split_with_sizes(counts)
-    each = len(counts) // len(gemms)
     return [
-        Schedule(*gemm, *words[i * each : (i + 1) * each], num_bands)
-        for i, (gemm, num_bands) in enumerate(zip(gemms, limits))
+        Schedule(
+            n,
+            row_bytes,
+            returns,
+            op.Tiling(
+                n=n,
+                row_bytes=row_bytes,
+                aligns_owners=returns.aligns_owners,
+                bands_per_segment=returns.bands_per_segment,
+                panel_tiles=returns.panel_tiles(n),
+                num_panels=returns.num_panels,
+                local_first=returns.local_first,
+            ),
+        )
+        for n, returns in gemms
     ]
 
 
-def _tiling(op, schedule: Schedule):
-    returns = schedule.returns
-    return op.Tiling(
-        n=schedule.n,
-        row_bytes=schedule.row_bytes,
-        aligns_owners=returns.aligns_owners,
-        bands_per_segment=returns.bands_per_segment,
-        panel_tiles=returns.panel_tiles(schedule.n),
-        num_panels=returns.num_panels,
-        local_first=returns.local_first,
-        items=schedule.items.data_ptr(),
-        num_items=schedule.num_items.data_ptr(),
-        segments=schedule.segments.data_ptr(),
-        num_segments=schedule.num_segments.data_ptr(),
-        panel_tiles_to_do=schedule.panel_tiles.data_ptr(),
-        band_parts_to_do=schedule.band_parts.data_ptr() if returns.local_first else 0,
-        sum_runs=schedule.sum_runs.data_ptr(),
-        send_runs=schedule.send_runs.data_ptr(),
-    )
+def schedules(op, exchange, plan: Plan, row_bytes: int, gemms: list[tuple[int, Returns]]) -> list[Schedule]:
+    """The :class:`Schedule` of each GEMM, made by the device on its own; the layout makes them while routes travel.
+
+    Args:
+        exchange: of the Plan's forward, as the operator takes it.
+        row_bytes, gemms: as of :func:`tilings`.
+    """
+    found = tilings(op, row_bytes, gemms)
+    natives = [schedule.native for schedule in found]
+    size = plan.peers.size
+    count = op.place_lists(natives, 0, plan.num_rows, size, plan.num_experts // size)
+    words = plan.device_counts.new_empty(count)
+    op.schedule(exchange, natives, words.data_ptr(), raw_stream(words))
+    for schedule in found:
+        schedule.words = words
+    return found
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,9 @@ class RoutedMLP(torch.autograd.Function):
         if are_stacked(parameters):
             of_parameters = [found[slot] if slot in wanted else None for slot in form.slots]
         else:
-            nothing = [None] * len(plan.expert_counts)
-            of_parameters = [g for slot in form.slots for g in (found[slot] if slot in wanted else nothing)]
+            nothing, of_parameters = [None] * len(plan.expert_counts), []
+            for slot in form.slots:
+                of_parameters += found[slot].unbind() if slot in wanted else nothing
         return grad_x, grad_weights, *[None] * (RoutedMLP.FIXED_INPUTS - 2), *of_parameters
 
 

@@ -6,13 +6,17 @@ Between the two halves of the stage the host prepares the next ones: once the co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from .config import TileOverlapConfig
 from .exchange import WATCHDOG_MARGIN_S, Peers, peer_error
 from .kernels import raw_stream
-from .layout import Plan
+from .layout import Plan, Tally
 from .overlap_group import NS, Group, check_failure
 from .route import Routes
-from .schedule import BAND, Returns
+from .schedule import ARRIVALS, BAND, Returns, Schedule, tilings
 
 SEGMENT_BYTES = 2**21
 # Sums return where they are so many times fewer than rows: adding up costs memory traffic, and starts later.
@@ -30,7 +34,10 @@ class Counting:
         can_overlap: whether this rank can run the overlap backend now; the others learn of it with the counts.
 
     Attributes:
+        exchange: what all stages of this forward and its backward share, as the operator takes it.
+        counts: [W, E + W + 1] int32 on the device, of which the exchange knows the address.
         plan: what :meth:`finish` returned.
+        schedules: the tiles of the GEMMs that it was told of, by their columns and how their rows return.
     """
 
     def __init__(
@@ -45,98 +52,96 @@ class Counting:
     ):
         op, pool, size, experts = group.op, group.pool, peers.size, routes.experts
         self.plan: Plan | None = None
+        self.schedules: dict[tuple[int, Returns], Schedule] = {}
         self._experts, self._weights = experts, routes.weights.detach().contiguous()
         self.peers, self.group, self.config, self.row_bytes = peers, group, config, row_bytes
+        self._num_experts, self._stream = num_experts, raw_stream(experts)
         num_tokens, top_k = experts.shape
-        keys, num_blocks = num_experts + size, -(-num_tokens // op.BLOCK_TOKENS)
-        sizes = [num_blocks * keys, size * (keys + 1), 2 * keys + 1]
-        self._block_counts, counts, self._bases = experts.new_empty(sum(sizes)).split_with_sizes(sizes)
-        self._counts = counts.view(size, keys + 1)
-        # What is the same for all kernels of the stage.
-        self._common = dict(
-            num_choices=top_k,
-            num_experts=num_experts,
-            num_ranks=size,
-            rank=peers.rank,
-            limit_ns=int(peers.timeout_s * NS),
-            stream=raw_stream(experts),
-        )
+        keys, num_blocks, positions = num_experts + size, -(-num_tokens // op.BLOCK_TOKENS), num_tokens * top_k
+        sizes = [num_blocks * keys, size * (keys + 1), 2 * keys + 1, 3 * positions, num_experts // size + 1]
+        parts = experts.new_empty(sum(sizes)).split_with_sizes(sizes)
+        self._block_counts, self.counts, self._bases, positions, self._row_offsets = parts
+        self._choice_slots, self._token_slots, self._slots = positions.view(3, num_tokens, top_k)
+        self.exchange = exchange_of(group, peers, self.counts, num_experts, num_tokens, top_k)
         self._ready_before = int(pool.host_ready) & 0xFFFFFFFF
         op.count(
+            self.exchange,
+            pool.records.native,
+            self._stream,
             experts=experts.data_ptr(),
-            num_tokens=num_tokens,
             word=int(not can_overlap),
             block_counts=self._block_counts.data_ptr(),
-            peer_counts=pool.peer_counts.data_ptr(),
-            stride=pool.counts_stride,
-            peer_ready=pool.peer_ready.data_ptr(),
-            ready=pool.ready.data_ptr(),
-            epoch=pool.records.epoch.data_ptr(),
-            targets=pool.records.targets.data_ptr(),
-            counts=counts.data_ptr(),
             bases=self._bases.data_ptr(),
-            host_counts=pool.host_counts.data_ptr(),
-            host_failure=pool.host_failure.data_ptr(),
-            host_ready=pool.host_ready.data_ptr(),
-            failure=pool.failure.data_ptr(),
-            **self._common,
+            **pool.mailbox,
         )
-        self._choice_slots, self._token_slots, self._slots = experts.new_empty(3, num_tokens, top_k)
-        self._row_offsets = experts.new_empty(num_experts // size + 1)
 
-    def finish(self) -> Plan:
+    def finish(self, arriving: Sequence[int] = (), returning: Sequence[int] = ()) -> Plan:
         """Waits for the counts of all ranks and queues the rest; the Plan also says how rows return.
+
+        Args:
+            arriving, returning: columns of the GEMMs of rows that arrive, and of those whose rows return.
 
         Raises:
             PeerError: the counts of a rank did not come.
         """
         self._wait()
         peers, records, op = self.peers, self.group.pool.records, self.group.op
-        host_counts = self.group.pool.host_counts[: self._counts.numel()].clone().view(self._counts.shape)
-        experts, weights, (num_tokens, top_k) = self._experts, self._weights, self._experts.shape
-        plan = Plan(peers, host_counts, self._counts, *[None] * 7)
-        returns = choose_returns(self.config, plan, self.row_bytes)
-        num_received = sum(plan.recv_splits)
-        sent_tokens = experts.new_empty(sum(plan.send_splits))
-        most = max(map(sum, zip(*plan.sends_between))) * -(-2 * top_k // 4) * 16
+        size, rank, num_experts, top_k = peers.size, peers.rank, self._num_experts, self._experts.shape[1]
+        host_counts = self.group.pool.host_counts[: self.counts.numel()].clone()
+        tally = Tally(
+            *op.tally(counts=host_counts.data_ptr(), num_ranks=size, rank=rank, num_experts=num_experts)
+        )
+        returns = choose_returns(self.config, tally, self.row_bytes)
+        most = tally.most_received * -(-2 * top_k // 4) * 16
         records.reserve(most, 2 * most)
-        op.place(
-            experts=experts.data_ptr(),
-            weights=weights.data_ptr(),
+
+        gemms = [(n, ARRIVALS) for n in dict.fromkeys(arriving)] + [(n, returns) for n in dict.fromkeys(returning)]
+        schedules = tilings(op, self.row_bytes, gemms) if tally.all_can_overlap else []
+        natives = [schedule.native for schedule in schedules]
+        num_choices = tally.num_received * top_k
+        sizes = [-(-n // 4) * 4 for n in (tally.num_sent, num_choices, tally.num_rows, tally.num_rows)]
+        first = sum(sizes)
+        sizes.append(op.place_lists(natives, 0, tally.num_rows, size, num_experts // size))
+        parts = self._experts.new_empty(first + sizes[-1]).split_with_sizes(sizes)
+        sent_tokens, choice_rows, row_sources, row_weights, lists = parts
+        op.place_and_receive(
+            self.exchange,
+            records.native,
+            natives,
+            lists.data_ptr(),
+            self._stream,
+            experts=self._experts.data_ptr(),
+            weights=self._weights.data_ptr(),
             block_counts=self._block_counts.data_ptr(),
             bases=self._bases.data_ptr(),
-            num_tokens=num_tokens,
             returns_sums=returns.sums,
+            num_received=tally.num_received,
             sent_tokens=sent_tokens.data_ptr(),
             choice_slots=self._choice_slots.data_ptr(),
             token_slots=self._token_slots.data_ptr(),
             slots=self._slots.data_ptr(),
-            **self._common,
-            **records.sending,
-        )
-        choice_rows, row_sources = experts.new_empty(num_received, top_k), experts.new_empty(plan.num_rows)
-        row_weights = weights.new_empty(plan.num_rows)
-        op.receive(
-            num_received=num_received,
-            counts=self._counts.data_ptr(),
             choice_rows=choice_rows.data_ptr(),
             row_sources=row_sources.data_ptr(),
             row_weights=row_weights.data_ptr(),
             row_offsets=self._row_offsets.data_ptr(),
-            **self._common,
-            **records.receiving,
         )
-        self.plan = plan.but(
-            sent_tokens=sent_tokens,
-            choice_slots=self._choice_slots,
-            token_slots=self._token_slots,
-            choice_rows=choice_rows,
-            row_sources=row_sources,
-            row_weights=row_weights,
-            row_offsets=self._row_offsets,
-            returns=returns,
-            slots=self._slots,
-        )
+        for schedule in schedules:
+            schedule.words = lists
+        self.schedules.update({(schedule.n, schedule.returns): schedule for schedule in schedules})
+        self.plan = Plan(
+            peers,
+            host_counts.view(size, -1),
+            self.counts.view(size, -1),
+            sent_tokens[: tally.num_sent],
+            self._choice_slots,
+            self._token_slots,
+            choice_rows[:num_choices].view(-1, top_k),
+            row_sources[: tally.num_rows],
+            row_weights[: tally.num_rows].view(torch.float32),
+            self._row_offsets,
+            self._slots,
+            returns,
+        ).but(tally=tally)
         return self.plan
 
     def _wait(self) -> None:
@@ -147,10 +152,31 @@ class Counting:
         check_failure(pool.host_failure, self.peers)
 
 
-def choose_returns(config: TileOverlapConfig, plan: Plan, row_bytes: int) -> Returns:
+def exchange_of(group: Group, peers: Peers, counts: torch.Tensor, num_experts: int, num_tokens: int, top_k: int):
+    """What all stages of a forward and its backward share, as the operator takes it.
+
+    Args:
+        counts: [W, E + W + 1] int32 on the device; the operator remembers where they lie.
+    """
+    return group.op.Exchange(
+        counts=counts.data_ptr(),
+        counts_stride=num_experts + peers.size + 1,
+        num_ranks=peers.size,
+        rank=peers.rank,
+        num_experts=num_experts,
+        num_choices=top_k,
+        num_tokens=num_tokens,
+        claimed_items=group.pool.claimed_items.data_ptr(),
+        num_sms=group.num_sms,
+        failure=group.pool.failure.data_ptr(),
+        limit_ns=int(peers.timeout_s * NS),
+    )
+
+
+def choose_returns(config: TileOverlapConfig, tally: Tally, row_bytes: int) -> Returns:
     """How rows come home: from the exchanged counts, so that all ranks choose alike."""
-    num_routes, num_sends = sum(map(sum, plan.remote_routes)), sum(map(sum, plan.remote_sends))
-    sums = num_sends < SUMS_BELOW * num_routes if config.combine == "auto" else config.combine == "sums"
+    fewer = tally.remote_sends < SUMS_BELOW * tally.remote_routes
+    sums = fewer if config.combine == "auto" else config.combine == "sums"
     bands = config.bands_per_segment
     if bands == "auto":
         bands = max(1, SEGMENT_BYTES // (BAND * row_bytes))
@@ -159,5 +185,5 @@ def choose_returns(config: TileOverlapConfig, plan: Plan, row_bytes: int) -> Ret
 
 def rows_to_receive(plan: Plan) -> tuple[int, int]:
     """The most rows that any rank of the group receives now, and that it could from as many tokens."""
-    remote = plan.remote_sends if plan.returns.sums else plan.remote_routes
-    return max(map(sum, remote)), max(map(sum, plan.routes_between))
+    tally = plan.tally
+    return tally.most_sent_away if plan.returns.sums else tally.most_routed_away, tally.most_routed

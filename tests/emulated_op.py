@@ -6,11 +6,13 @@ and a rank that waits for a peer in a kernel does not hold it up.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch.utils import cpp_extension
@@ -70,6 +72,12 @@ def build(folder: Path, edit: tuple[str, str, str] | None = None):
     return module
 
 
+def hold_up(op, delays_ms: Mapping[str, float], seed: int = 1) -> None:
+    """Makes kernels start late that the calling thread enqueues: kernel -> ms; "*" is every one, at random up to so much."""
+    for kernel, ms in delays_ms.items():
+        ctypes.CDLL(op.__file__).emulation_delay(kernel.encode(), ctypes.c_double(ms), seed)
+
+
 _BINDINGS: dict[str, Path] = {}
 _BUILDS: list[Path] = []
 
@@ -95,7 +103,8 @@ def launches(source: str) -> str:
         close = source.index(");", end)
         arguments = source[end + 4 : close]
         kernel = re.search(r"[\w:]+(<[\w, ]+>)?$", source[:start]).group()
-        call = f"emulation::launch({grid}, {block}, {shared}, [&] {{ {kernel}({arguments}); }});"
+        name = kernel.split("::")[-1].split("<")[0]
+        call = f'emulation::launch("{name}", {grid}, {block}, {shared}, [&] {{ {kernel}({arguments}); }});'
         source = source[: start - len(kernel)] + call + source[close + 2 :]
     return source
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, GroupedExperts
-from emulated_op import build
+from emulated_op import build, hold_up
 from models import Gated, fill, mlp, ours, stock, tokens
 from test_gpu import relative_errors
 
@@ -118,7 +118,7 @@ def test_layout(op, size, k, num_experts, combine):
         sent = [placed(r.experts, r.weights, num_experts, size) for r in routes]
         for rank, plan in enumerate(plans):
             counted, (sent_tokens, choice_slots, token_slots, _) = sent[rank]
-            assert torch.equal(plan.counts[rank], counted) and plan.all_can_overlap
+            assert torch.equal(plan.counts[rank], counted) and plan.tally.all_can_overlap
             assert torch.equal(plan.sent_tokens, sent_tokens[: plan.sent_tokens.numel()])
             assert torch.equal(plan.choice_slots, choice_slots) and torch.equal(plan.token_slots, token_slots)
             received = torch.cat(
@@ -242,9 +242,8 @@ def test_layer(op, monkeypatch, size, form, k, dtype, grouped, options):
 
 
 def _deep(rank, group, peers, layers, steps, delays):
-    """Several layers on one pool, forward and backward, each call of the operator a random while late."""
-    if delays:
-        group.op = Late(group.op, random.Random(rank))
+    """Several layers on one pool, forward and backward, with kernels that start late: name -> ms."""
+    hold_up(group.op, delays, seed=rank + 1)
     GROUPS.local.group, results = group, []
     for step in range(steps):
         # Rank 0 alone has tokens in every third step: the others may then run ahead of it.
@@ -259,30 +258,12 @@ def _deep(rank, group, peers, layers, steps, delays):
     return results
 
 
-class Late:
-    """An operator whose functions begin up to 4 ms late."""
-
-    def __init__(self, op, generator):
-        self._op, self._generator = op, generator
-
-    def __getattr__(self, name):
-        value = getattr(self._op, name)
-        if not name[0].islower():
-            return value
-
-        def call(**arguments):
-            time.sleep(self._generator.random() * 4e-3)
-            return value(**arguments)
-
-        return call
-
-
 @pytest.mark.parametrize("combine", ["rows", "sums"])
 def test_whatever_the_timing(op, monkeypatch, combine):
     monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
     full = [fill(stock(Gated(H, 40), num_experts=E, hidden=H), seed=i, std=0.1).half() for i in range(2)]
     results = []
-    for delays in (False, True):
+    for delays in ({}, {"*": 4.0}):
         pools = ThreadPools(2, op)
         layers = [[layer_of(r, pools.peers[r], each, {"combine": combine}, True) for each in full] for r in range(2)]
         results.append(pools.run(_deep, layers, 4, delays))
@@ -321,21 +302,9 @@ GUARDS = {
 }
 
 
-class Slow(Late):
-    """An operator of which some functions begin late."""
-
-    def __init__(self, op, names):
-        self._op, self._names = op, names
-
-    def __getattr__(self, name):
-        value = getattr(self._op, name)
-        return value if name not in self._names else lambda **arguments: (time.sleep(0.05), value(**arguments))[1]
-
-
 def _late_peer(rank, group, peers, layers, steps):
-    if rank == 1:
-        group.op = Slow(group.op, {"expert_gemm", "place"})
-    return _deep(rank, group, peers, layers, steps, False)
+    late = {"expert_gemm": 50.0, "place_tokens": 50.0} if rank == 1 else {}
+    return _deep(rank, group, peers, layers, steps, late)
 
 
 @pytest.mark.parametrize("guard", [None, *GUARDS])
@@ -349,7 +318,7 @@ def test_every_guard_is_needed(op, monkeypatch, tmp_path, guard):
         layers = [[layer_of(rank, pools.peers[rank], full, {"combine": "sums"}, True)] for rank in range(2)]
         return pools.run(function, layers, 2, *arguments)
 
-    expected = run(op, _deep, False)
+    expected = run(op, _deep, {})
     broken = build(tmp_path, GUARDS[guard]) if guard else op
     if guard == "routes are read after they came":
         # Positions out of range would be written to: only the layout may run.
@@ -363,8 +332,7 @@ def test_every_guard_is_needed(op, monkeypatch, tmp_path, guard):
 
 
 def _late_layout(rank, group, peers):
-    if rank == 1:
-        group.op = Slow(group.op, {"place"})
+    hold_up(group.op, {"place_tokens": 50.0} if rank == 1 else {})
     config = TileOverlapConfig(enabled=True)
     plan = symmetric_layout.Counting(random_routes(rank, 40, 2, E), E, peers, group, config, 128, True).finish()
     return plan.choice_rows.clone(), plan.row_weights.clone()

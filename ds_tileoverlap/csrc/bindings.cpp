@@ -11,10 +11,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "combine.cuh"
-#include "expert_gemm.cuh"
-#include "layout.cuh"
-#include "schedule.cuh"
+#include "overlap_stages.cuh"
+#include "sizes.cuh"
 
 namespace py = pybind11;
 using Address = uintptr_t;
@@ -83,10 +81,10 @@ S filled(const char* what, const Fields<S>& fields, const py::kwargs& values) {
     return result;
 }
 
-// A struct that Python keeps for the length of one call; without arguments it is all 0.
+// A struct that Python keeps; without arguments it is all 0.
 template <typename S>
-void define_struct(py::module_& module, const char* name, Fields<S> fields) {
-    py::class_<S>(module, name, py::module_local()).def(py::init([=](const py::kwargs& values) {
+py::class_<S> define_struct(py::module_& module, const char* name, Fields<S> fields) {
+    return py::class_<S>(module, name, py::module_local()).def(py::init([=](const py::kwargs& values) {
         return values.empty() ? S{} : filled(name, fields, values);
     }));
 }
@@ -113,6 +111,33 @@ void define(py::module_& module, const char* name, int (*enqueue)(const S*, cuda
         py::kw_only(), py::arg("stream"));
 }
 
+// A stage: what its kernels share comes as structs, then the stream, the rest by name.
+template <typename... Shared>
+struct StageOf {
+    template <typename S>
+    static void define(py::module_& module, const char* name, int (*enqueue)(const Shared&..., const S&, cudaStream_t),
+                       Fields<S> fields) {
+        module.def(name, [=](const Shared&... shared, Address stream, const py::kwargs& values) {
+            S arguments = filled(name, fields, values);
+            launch(name, [&] { return enqueue(shared..., arguments, reinterpret_cast<cudaStream_t>(stream)); });
+        });
+    }
+};
+
+template <typename S>
+Fields<S> with(Fields<S> fields, const Fields<S>& more) {
+    fields.insert(fields.end(), more.begin(), more.end());
+    return fields;
+}
+
+// What a stage is told of its GEMM; tiles and signals it finds itself.
+template <typename S>
+Fields<S> gemm_fields() {
+    return {FIELD(a), FIELD(b_maps), FIELD(c), OPTIONAL(a2), OPTIONAL(b2_maps), OPTIONAL(k2), OPTIONAL(up_maps),
+            OPTIONAL(up), OPTIONAL(stride), OPTIONAL(hidden), OPTIONAL(row_weights), OPTIONAL(alpha), OPTIONAL(limit),
+            OPTIONAL(shift), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed)};
+}
+
 // Waits on the host for a word that a kernel writes; false if it did not change within the limit.
 bool wait_for_change(Address word, uint32_t old_value, double limit_s) {
     auto start = std::chrono::steady_clock::now();
@@ -125,6 +150,25 @@ bool wait_for_change(Address word, uint32_t old_value, double limit_s) {
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     return true;
+}
+
+py::tuple tally(Address counts, int num_ranks, int rank, int num_experts) {
+    tileoverlap::Tally t = tileoverlap::tally_of(reinterpret_cast<const int*>(counts), num_ranks, rank, num_experts);
+    return py::make_tuple(t.all_can_overlap, t.num_rows, t.num_sent, t.num_received, t.own_sent, t.own_received,
+                          t.own_rows, t.remote_routes, t.remote_sends, t.most_received, t.most_arriving,
+                          t.most_sent_away, t.most_routed_away, t.most_routed, t.expert_counts);
+}
+
+using Tilings = std::vector<TileOverlapTiling*>;
+
+TileOverlapSchedule schedule_of(const tileoverlap::Exchange& all, const Tilings& tilings, Address words) {
+    if (tilings.size() > TILEOVERLAP_MAX_TILINGS) throw py::value_error("schedule: too many tilings");
+    TileOverlapSchedule result{all.counts, all.counts_stride, all.num_ranks, all.rank, all.num_experts};
+    for (TileOverlapTiling* tiling : tilings) {
+        tileoverlap::move_lists(*tiling, words);
+        result.tilings[result.num_tilings++] = *tiling;
+    }
+    return result;
 }
 
 }  // namespace
@@ -142,45 +186,78 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.attr("RETURN_SUMS") = static_cast<int>(RETURN_SUMS);
 
     // --- layout -----------------------------------------------------------------------------------------------------
-    define(module, "count", tileoverlap_count,
-           {FIELD(experts), FIELD(num_tokens), FIELD(num_choices), FIELD(num_experts), FIELD(num_ranks), FIELD(rank),
-            FIELD(word), FIELD(block_counts), FIELD(peer_counts), FIELD(stride), FIELD(peer_ready), FIELD(ready),
-            FIELD(epoch), FIELD(targets), FIELD(counts), FIELD(bases), FIELD(host_counts), FIELD(host_failure),
-            FIELD(host_ready), FIELD(failure), FIELD(limit_ns)});
+    using namespace tileoverlap;
+    define_struct<Channel>(module, "Channel",
+                           {FIELD(epoch), FIELD(targets), FIELD(claimed), FIELD(placed), FIELD(finished), FIELD(arrived),
+                            FIELD(consumed), FIELD(began), FIELD(peer_buffers), FIELD(peer_arrived), FIELD(peer_consumed),
+                            FIELD(peer_began), FIELD(received), FIELD(generation_bytes)});
+    define_struct<Exchange>(module, "Exchange",
+                            {FIELD(counts), FIELD(counts_stride), FIELD(num_ranks), FIELD(rank), FIELD(num_experts),
+                             FIELD(num_choices), FIELD(num_tokens), FIELD(claimed_items), FIELD(num_sms), FIELD(failure),
+                             FIELD(limit_ns)});
+    StageOf<Exchange, Channel>::define<TileOverlapCount>(
+        module, "count", count,
+        {FIELD(experts), FIELD(word), FIELD(block_counts), FIELD(peer_counts), FIELD(stride), FIELD(peer_ready),
+         FIELD(ready), FIELD(bases), FIELD(host_counts), FIELD(host_failure), FIELD(host_ready)});
     module.def("wait_for_change", wait_for_change, py::call_guard<py::gil_scoped_release>(), py::kw_only(),
                py::arg("word"), py::arg("old_value"), py::arg("limit_s"));
-    define(module, "place", tileoverlap_place,
-           {FIELD(experts), FIELD(weights), FIELD(block_counts), FIELD(bases), FIELD(num_tokens), FIELD(num_choices),
-            FIELD(num_experts), FIELD(num_ranks), FIELD(rank), FIELD(returns_sums), FIELD(sent_tokens),
-            FIELD(choice_slots), FIELD(token_slots), FIELD(slots), FIELD(peer_buffers), FIELD(generation_bytes),
-            FIELD(peer_arrived), FIELD(consumed), FIELD(epoch), FIELD(failure), FIELD(limit_ns)});
-    define(module, "receive", tileoverlap_receive,
-           {FIELD(received), FIELD(generation_bytes), FIELD(num_received), FIELD(num_choices), FIELD(num_ranks),
-            FIELD(num_experts), FIELD(rank), FIELD(counts), FIELD(choice_rows), FIELD(row_sources), FIELD(row_weights),
-            FIELD(row_offsets), FIELD(arrived), FIELD(targets), FIELD(epoch), FIELD(peer_consumed), FIELD(finished),
-            FIELD(failure), FIELD(limit_ns)});
-
-    // --- schedule ---------------------------------------------------------------------------------------------------
-    define_struct<TileOverlapTiling>(
+    module.def("tally", tally, py::kw_only(), py::arg("counts"), py::arg("num_ranks"), py::arg("rank"),
+               py::arg("num_experts"));
+    auto tiling = define_struct<TileOverlapTiling>(
         module, "Tiling",
         {FIELD(n), FIELD(row_bytes), FIELD(aligns_owners), FIELD(bands_per_segment), FIELD(panel_tiles),
-         FIELD(num_panels), FIELD(local_first), FIELD(items), FIELD(num_items), FIELD(segments), FIELD(num_segments),
-         FIELD(panel_tiles_to_do), FIELD(band_parts_to_do), FIELD(sum_runs), FIELD(send_runs)});
-    Fields<TileOverlapSchedule> schedule = {FIELD(counts), FIELD(counts_stride), FIELD(num_ranks), FIELD(rank),
-                                            FIELD(num_experts)};
+         FIELD(num_panels), FIELD(local_first)});
+    // Where the lists lie, and how many counters there are.
+#define LIST(name) tiling.def_property_readonly(#name, [](const TileOverlapTiling& t) { return (Address)t.name; })
+    LIST(items), LIST(num_items), LIST(segments), LIST(num_segments), LIST(panel_tiles_to_do), LIST(band_parts_to_do);
+    LIST(sum_runs), LIST(send_runs), LIST(left), LIST(num_left), LIST(num_bands);
     module.def(
-        "schedule",
-        [schedule](const std::vector<TileOverlapTiling>& tilings, Address stream, const py::kwargs& values) {
-            TileOverlapSchedule arguments = filled("schedule", schedule, values);
-            for (const TileOverlapTiling& tiling : tilings) {
-                if (arguments.num_tilings == TILEOVERLAP_MAX_TILINGS) throw py::value_error("schedule: too many tilings");
-                arguments.tilings[arguments.num_tilings++] = tiling;
-            }
-            launch("schedule", [&] { return tileoverlap_schedule(&arguments, reinterpret_cast<cudaStream_t>(stream)); });
+        "place_lists",
+        [](const Tilings& tilings, int64_t num_words, int64_t num_rows, int num_ranks, int num_local) {
+            for (TileOverlapTiling* tiling : tilings)
+                num_words = place_lists(*tiling, num_words, num_rows, num_ranks, num_local);
+            return num_words;
         },
-        py::kw_only(), py::arg("tilings"), py::arg("stream"));
+        "Gives each tiling's lists offsets one after the other, from so many words on; returns where they end.");
+    const Fields<Layout> layout = {FIELD(experts), FIELD(weights), FIELD(block_counts), FIELD(bases),
+                                   FIELD(returns_sums), FIELD(num_received), FIELD(sent_tokens), FIELD(choice_slots),
+                                   FIELD(token_slots), FIELD(slots), FIELD(choice_rows), FIELD(row_sources),
+                                   FIELD(row_weights), FIELD(row_offsets)};
+    module.def("place_and_receive", [layout](const Exchange& all, const Channel& records, const Tilings& tilings,
+                                             Address words, Address stream, const py::kwargs& values) {
+        Layout arguments = filled("place_and_receive", layout, values);
+        TileOverlapSchedule schedule = schedule_of(all, tilings, words);
+        launch("place_and_receive", [&] {
+            return place_and_receive(all, records, arguments, schedule, reinterpret_cast<cudaStream_t>(stream));
+        });
+    });
+    module.def("schedule", [](const Exchange& all, const Tilings& tilings, Address words, Address stream) {
+        TileOverlapSchedule schedule = schedule_of(all, tilings, words);
+        launch("schedule", [&] { return tileoverlap_schedule(&schedule, reinterpret_cast<cudaStream_t>(stream)); });
+    });
 
-    // --- exchange and GEMM ------------------------------------------------------------------------------------------
+    // --- stages -----------------------------------------------------------------------------------------------------
+    const Fields<Projection> arriving = {FIELD(tokens), FIELD(sent_tokens), FIELD(row_sources), FIELD(own_first),
+                                         FIELD(own_end)};
+    using Travelling = StageOf<Exchange, Channel, TileOverlapTiling>;
+    Travelling::define<Projection>(module, "project_arriving", project_arriving,
+                                   with(gemm_fields<Projection>(), arriving));
+    Travelling::define<Projection>(module, "arrive", project_arriving, with({FIELD(a), FIELD(is_half)}, arriving));
+    StageOf<Exchange, TileOverlapTiling>::define<TileOverlapGemm>(module, "multiply", multiply,
+                                                                  gemm_fields<TileOverlapGemm>());
+    const Fields<Return> returning =
+        with(gemm_fields<Return>(), {FIELD(index), FIELD(sums), FIELD(comm_sms), OPTIONAL(signals)});
+    Travelling::define<Return>(module, "multiply_returning", multiply_returning, returning);
+    Travelling::define<Return>(module, "run_couriers_home", run_couriers_home, returning);
+    StageOf<Exchange, Channel>::define<TileOverlapSum>(
+        module, "sum_returned", sum_returned,
+        {FIELD(local), FIELD(slots), FIELD(sums), FIELD(width), FIELD(is_half)});
+    const Fields<TileOverlapScalars> scalars = {FIELD(values), FIELD(index), FIELD(choice_slots), FIELD(slots),
+                                                FIELD(own_first), FIELD(own_end), OPTIONAL(results)};
+    Travelling::define<TileOverlapScalars>(module, "send_scalars", send_scalars, scalars);
+    Travelling::define<TileOverlapScalars>(module, "collect_scalars", collect_scalars, scalars);
+
+    // --- kernels on their own -----------------------------------------------------------------------------------------
     define(module, "begin", tileoverlap_begin,
            {FIELD(counts), FIELD(counts_stride), FIELD(num_ranks), FIELD(rank), FIELD(num_experts), FIELD(what),
             FIELD(row_bytes), FIELD(epoch), FIELD(targets), OPTIONAL(to_do), OPTIONAL(left), OPTIONAL(num_left),
@@ -236,16 +313,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         py::kw_only(), py::arg("courier") = TileOverlapCourier{}, py::arg("arrivals") = TileOverlapArrivals{},
         py::arg("is_half"), py::arg("num_sms"), py::arg("stream"));
 
-    // --- combine ----------------------------------------------------------------------------------------------------
     define(module, "sum_slots", tileoverlap_sum,
            {FIELD(received), FIELD(local), FIELD(slots), FIELD(sums), FIELD(arrived), FIELD(targets), FIELD(epoch),
             FIELD(peer_consumed), FIELD(finished), FIELD(failure), FIELD(generation_bytes), FIELD(limit_ns),
             FIELD(num_tokens), FIELD(num_choices), FIELD(width), FIELD(num_peers), FIELD(is_half), FIELD(num_sms)});
-    Fields<TileOverlapScalars> scalars = {
-        FIELD(values), FIELD(index), FIELD(runs), FIELD(choice_slots), FIELD(slots), FIELD(own_first), FIELD(own_end),
-        OPTIONAL(results), FIELD(num_tokens), FIELD(num_choices), FIELD(num_peers), FIELD(epoch), FIELD(targets),
-        FIELD(received), FIELD(generation_bytes), FIELD(arrived), FIELD(consumed), FIELD(peer_buffers),
-        FIELD(peer_arrived), FIELD(peer_consumed), FIELD(finished), FIELD(failure), FIELD(limit_ns)};
-    define(module, "send_scalars", tileoverlap_send_scalars, scalars);
-    define(module, "collect_scalars", tileoverlap_collect_scalars, scalars);
 }

@@ -27,6 +27,9 @@ struct TileOverlapTiling {
     uint32_t* band_parts_to_do;    // [bands] parts of rows from peers, or null; then bands_per_segment is 1
     TileOverlapSumRun* sum_runs;   // [num_ranks - 1] the sums that go to each peer
     TileOverlapSumRun* send_runs;  // [num_ranks - 1] the tokens that go to each peer
+    // Not read here: counters of what is left to do in a use of the lists, and what they start from.
+    uint32_t* left;
+    int num_left, num_bands;       // num_bands is an upper limit
 };
 
 struct TileOverlapSchedule {

@@ -64,7 +64,7 @@ def measured(record: dict, seed: int = 0) -> list[Measured]:
     """The stages of a record, on routing drawn as it was for the record."""
     shape = Shape(*(record["shape"][name] for name in ("hidden", "intermediate", "experts", "top_k", "tokens")))
     plan = draw(shape, record["ranks"], Unevenness(record["shape"].get("skew", 0.0), SPREAD), seed)
-    plan = plan.but(returns=choose_returns(TileOverlapConfig(), plan, shape.row_bytes))
+    plan = plan.but(returns=choose_returns(TileOverlapConfig(), plan.tally, shape.row_bytes))
     times = {name: found["median"] * 1e3 for name, found in record["times_ms"].items()}
     return [Measured(record["shape"]["name"], work, _of_stage(times, work.stage.name)) for work in works(shape, plan)]
 

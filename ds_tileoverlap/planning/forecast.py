@@ -81,7 +81,7 @@ class Forecast:
         plan = draw(shape, num_ranks, self.uneven, seed)
         if plan.num_rows > MAX_ROWS:
             raise PlanError(f"rows of the fullest rank: got {plan.num_rows}, expected at most {MAX_ROWS}")
-        self.plan: Plan = plan.but(returns=choose_returns(self.config, plan, shape.row_bytes))
+        self.plan: Plan = plan.but(returns=choose_returns(self.config, plan.tally, shape.row_bytes))
         self.works: list[Work] = list(works(shape, self.plan))
 
     @cached_property

@@ -13,6 +13,9 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <random>
+#include <string>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -104,7 +107,19 @@ inline void open(Block& b, size_t first, size_t end, State barrier) {
         if (b.fibers[i].state == barrier) b.fibers[i].state = READY;
 }
 
-inline void launch(int grid, int size, size_t dynamic_bytes, std::function<void()> body) {
+// How long each kernel of this thread is held up before it starts; "*": every one, at random up to so long.
+inline thread_local std::map<std::string, double> delays_ms;
+inline thread_local std::minstd_rand random;
+
+inline void delay(const std::string& kernel) {
+    double ms = 0;
+    if (auto found = delays_ms.find("*"); found != delays_ms.end()) ms = found->second * random() / random.max();
+    if (auto found = delays_ms.find(kernel); found != delays_ms.end()) ms = found->second;
+    if (ms > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms));
+}
+
+inline void launch(const char* kernel, int grid, int size, size_t dynamic_bytes, std::function<void()> body) {
+    if (kernel) delay(kernel);
     constexpr size_t STACK = 64 * 1024;
     static thread_local std::vector<std::unique_ptr<char[]>> stacks;
     while (stacks.size() < static_cast<size_t>(size)) stacks.emplace_back(new char[STACK]);

@@ -16,11 +16,12 @@ constexpr int TILE_N = 256, BAND = 128, COURIERS = 4;
 template <typename T>
 void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals) {
     auto couriers = [&] {
-        emulation::launch(COURIERS / 4, 128, 0, [&] {
+        emulation::launch("couriers", COURIERS / 4, 128, 0, [&] {
             run_courier<T>(courier, COURIERS);
             place_arrivals(arrivals, COURIERS);
         });
     };
+    emulation::delay("expert_gemm");
     // Couriers are there from the beginning, the GEMM takes its time.
     std::thread beside(couriers);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
@@ -43,7 +44,7 @@ void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const T
             int row = item.row + (shares_b ? cta * BAND : 0), rows = min(shares_b ? item.rows - cta * BAND : item.rows, BAND);
             int tile = item.column_tile + (shares_b ? 0 : cta), band = item.band + (shares_b ? cta : 0);
             if (tile >= column_tiles) continue;
-            emulation::launch(1, 1, 0, [&] { wait_for_band(arrivals, band); });
+            emulation::launch(nullptr, 1, 1, 0, [&] { wait_for_band(arrivals, band); });
             for (int r = row; r < row + rows; r++)
                 for (int column = tile * tile_n; column < min((tile + 1) * tile_n, gemm.n); column++) {
                     float sum = dot(a + static_cast<int64_t>(r) * gemm.k, gemm.b_maps, expert, column, gemm.k);
@@ -87,4 +88,10 @@ extern "C" int tileoverlap_expert_gemm(const TileOverlapGemm* gemm, const TileOv
     else
         tileoverlap::run<__nv_bfloat16>(*gemm, *courier, *arrivals);
     return 0;
+}
+
+// Holds up kernels of the calling thread, see emulation::delays_ms.
+extern "C" void emulation_delay(const char* kernel, double ms, unsigned seed) {
+    emulation::delays_ms[kernel] = ms;
+    emulation::random.seed(seed);
 }
