@@ -10,8 +10,8 @@ from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .bench_records import BOTH, GEMMS_ALONE, LAYER, PEAK, STAGE, STEP, TRAINING, Benchmark, worse
-from .bench_report import (
+from .records import BOTH, GEMMS_ALONE, LAYER, PEAK, STAGE, STEP, TRAINING, Benchmark, worse
+from .report import (
     FUSED,
     families_of,
     in_order,

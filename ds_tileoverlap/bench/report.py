@@ -1,4 +1,4 @@
-"""``ds-tileoverlap bench report``: the README's results, and a page with all of them, from the benchmarks' records.
+"""What the records of the benchmarks say, as Markdown: the README's results.
 
 Every figure is computed from a record. Where there are more runs of a benchmark, the first one's medians are shown and,
 in parentheses, the range of the others.
@@ -6,15 +6,11 @@ in parentheses, the range of the others.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import textwrap
 from collections import defaultdict
-from pathlib import Path
 
-from .bench_records import (
+from .records import (
     BOTH,
     FORWARD,
     GEMMS_ALONE,
@@ -27,7 +23,6 @@ from .bench_records import (
     Benchmark,
     RecordError,
     Worse,
-    read,
     worse,
 )
 
@@ -57,37 +52,6 @@ FUSED = {"in": "arrive", "down": "return", "down back": "arrive", "in back": "re
 DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
 VERSIONS = {"torch": "torch", "triton": "triton", "deepspeed": "DeepSpeed", "transformers": "transformers"}
 VERSIONS |= {"nccl": "NCCL", "driver": "driver", "commit": "commit"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    report = actions.add_parser("report", help="what the records of the benchmarks say")
-    report.add_argument("records", type=Path, help="a folder of records, such as examples/results")
-    report.add_argument("--readme", type=Path, help=f"rewrite the part of this file between {BEGIN} and {END}")
-    report.add_argument("--html", type=Path, help="write a page with all percentiles and with plots; needs matplotlib")
-    report.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
-    report.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the report and writes what was asked for; returns 0, or 2 where the records or a file do not fit."""
-    try:
-        benchmarks = read(arguments.records)
-        if arguments.html:
-            from .bench_page import page
-
-            arguments.html.write_text(page(benchmarks), encoding="utf-8")
-        if arguments.readme:
-            readme = with_results(arguments.readme.read_text(encoding="utf-8"), results(benchmarks))
-            arguments.readme.write_text(readme, encoding="utf-8")
-    except ImportError as error:
-        print(f"ds-tileoverlap: --html: {error}: python -m pip install matplotlib markdown-it-py", file=sys.stderr)
-        return 2
-    except (RecordError, OSError) as error:
-        print(f"ds-tileoverlap: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(figures(benchmarks), indent=2) if arguments.json else results(benchmarks))
-    return 0
 
 
 def with_results(readme: str, text: str) -> str:
@@ -258,9 +222,14 @@ def listed(how: str, found: list[Worse]) -> str:
 
 def commands(benchmarks: list[Benchmark]) -> str:
     """How the first runs were started."""
-    started = dict.fromkeys((b.record["ranks"], b.record["environment"]["command"]) for b in benchmarks)
-    launched = (f"torchrun --standalone --nproc_per_node={ranks} {command} --out DIR" for ranks, command in started)
-    return "\n".join(f"`{line}`" for line in launched)
+    return "\n".join(dict.fromkeys(f"`{_command(b.record)} --out DIR`" for b in benchmarks))
+
+
+def _command(record: dict) -> str:
+    command = record["environment"]["command"]
+    # Records from before ``bench run`` name a file, which torchrun had started.
+    by_hand = command.startswith("examples/")
+    return f"torchrun --standalone --nproc_per_node={record['ranks']} {command}" if by_hand else command
 
 
 def in_order(arms: set[str]) -> list[str]:
