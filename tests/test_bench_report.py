@@ -153,6 +153,15 @@ def test_a_run_without_an_arm_leaves_the_range_to_the_others(folder):
     assert cell(results(folder), "DeepSpeed's layer, converted", "olmoe") == "2.00x"
 
 
+def test_how_records_are_made_again(folder):
+    keep_only(folder, ["stages-olmoe", "olmoe"])
+    again = "ds-tileoverlap bench run layer --shapes F --ranks 2"
+    change(folder, "olmoe", lambda record: record["environment"].update(command=again))
+    lines = results(folder).splitlines()
+    assert f"`{again} --out DIR`" in lines
+    assert any(line.startswith("`torchrun --standalone --nproc_per_node=2 examples/") for line in lines)
+
+
 FAULTS = {
     "broken": ("olmoe", "{", "not a record of a benchmark"),
     "other": ("olmoe", '{"a": 1}', "not a record of a benchmark, which has one of the fields arms, times_ms"),
@@ -168,10 +177,12 @@ def test_a_file_that_is_no_record(folder, capsys, name, text, words):
 
 def test_what_is_no_result(folder, capsys):
     change(folder, "olmoe", lambda record: record["gate"].update(passed=False))
+    change(folder, "stages-olmoe", lambda record: record.update(gate={"passed": False}, times_ms={}))
     change(folder, "mixtral", lambda record: record["environment"].pop("nccl"))
     change(folder, "mixtral-2048", lambda record: None, "qwen3-30b.2")
     said = failed(folder, capsys)
-    assert "olmoe.json: its equality gate failed" in said and "mixtral.json: a smoke test on" in said
+    assert "/olmoe.json: its equality gate failed" in said and "stages-olmoe.json: its equality gate failed" in said
+    assert "mixtral.json: a smoke test on" in said
     assert "qwen3-30b.2.json: another benchmark or shape than qwen3-30b.json" in said
 
 
@@ -269,7 +280,7 @@ def test_plots_take_the_colour_of_the_text(page):
 PLOTS = {
     "olmoe": {"Times as fast: forward + backward"},
     "olmoe olmoe-2048": {"Times as fast: forward + backward", "Time over tokens"},
-    "stages-olmoe": {"Stages: max(compute, link) over their time"},
+    "stages-olmoe": {"Stages: efficiency, max(compute, link) over their time"},
     "step-olmoe": set(),
     "train_moe-500-steps": {"Training"},
 }
@@ -281,6 +292,31 @@ def test_plots_of_what_there_is(folder, names, headings):
     assert {*headings_of(folder)} - {"Results", "Percentiles: median (p10 to p90)"} == headings
 
 
+GROWTH = {
+    "more experts": ("olmoe", {"experts": 128}, "Time over experts"),
+    "fewer tokens": ("stages-olmoe", {"tokens": 4096}, "Stages: time over tokens"),
+    "fewer experts": ("stages-olmoe", {"experts": 32}, "Stages: time over experts"),
+}
+
+
+@pytest.mark.parametrize("name,sizes,heading", GROWTH.values(), ids=GROWTH)
+def test_growth_with_one_size(folder, name, sizes, heading):
+    keep_only(folder, [name])
+    change(folder, name, lambda record: record["shape"].update(sizes, name="other"), "other")
+    assert heading in headings_of(folder)
+    change(folder, "other", lambda record: record["shape"].update(hidden=1024))
+    assert heading not in headings_of(folder), "another layer"
+
+
+def test_other_numbers_of_experts_are_cases_of_their_layer(folder):
+    keep_only(folder, ["olmoe"])
+    change(folder, "olmoe", times_of(ours=4.0, sequential=8.0))
+    change(folder, "olmoe", lambda record: record["shape"].update(name="olmoe-16", experts=16), "olmoe-16")
+    change(folder, "olmoe-16", times_of(sequential=6.0))
+    row = "`overlap` against `sequential`, 8192 tokens; 8192 tokens 16 experts"
+    assert cell(results(folder), row, "olmoe") == "2.00x; 1.50x"
+
+
 def test_a_sweep_over_sms(folder):
     def sweep(record):
         times = record["times_ms"]
@@ -288,7 +324,7 @@ def test_a_sweep_over_sms(folder):
 
     keep_only(folder, ["stages-olmoe"])
     change(folder, "stages-olmoe", sweep)
-    assert "SMs for couriers of the return" in headings_of(folder)
+    assert "Return: SMs for couriers" in headings_of(folder)
 
 
 def keep_only(folder, names):

@@ -10,13 +10,10 @@ from pathlib import Path
 import torch
 
 from .launch import launch
-from .options import PURPOSES, STAGES, add_options, check, record_path, whole, words
+from .options import PURPOSES, STAGES, START_LIMIT_S, add_options, check, record_path, whole, words
 from .records import RecordError, read
 from .report import BEGIN, END, figures, results, with_results
 from .shapes import Sizes, UsageError
-
-# Until the first shape, seconds: imports, the process group, on GPUs the build of the operator.
-START_LIMIT_S = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,8 @@ OF_ARMS = {
     STEP: "ours_autoep is AutoEP's model converted",
 }
 CHUNKS = re.compile(r"chunks_([1-9]\d*)")
+# Until the first shape, seconds: imports, the process group, and DeepSpeed's and our operators, built at first use.
+START_LIMIT_S = 300
 SAMPLES = {LAYER: 12, STAGES: 6, STEP: 6}
 LIMITS = {LAYER: 280, STAGES: 280, STEP: 150}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
 
 from .records import (
     BOTH,
@@ -50,6 +51,8 @@ SPEEDUPS = {
 # Stage in which a GEMM and an exchange are one kernel -> its bytes on the link.
 FUSED = {"in": "arrive", "down": "return", "down back": "arrive", "in back": "return"}
 DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
+# In these the shapes of a family are equal; they differ in tokens, experts and how even their routing is.
+FAMILY = ("hidden", "intermediate", "top_k")
 VERSIONS = {"torch": "torch", "triton": "triton", "deepspeed": "DeepSpeed", "transformers": "transformers"}
 VERSIONS |= {"nccl": "NCCL", "driver": "driver", "commit": "commit"}
 
@@ -109,8 +112,8 @@ def layers(benchmarks: list[Benchmark]) -> str:
     arms = in_order({arm for benchmark in plain for arm in benchmark.arms})
     times = [[f"{_dimensions(b)}, {b.shape['tokens']}", *(_layer_cell(b, arm) for arm in arms)] for b in plain]
     faster = [[name, *(fold(b.speedups(BOTH, *pair)) for b in plain)] for name, pair in SPEEDUPS.items()]
-    cases = list(dict.fromkeys(case(b) for family in families for b in family))
-    found = [{case(b): fold(b.speedups(BOTH, "ours", "sequential")) for b in family} for family in families]
+    found = [{case(b, family[0]): fold(b.speedups(BOTH, "ours", "sequential")) for b in family} for family in families]
+    cases = list(dict.fromkeys(name for by_case in found for name in by_case))
     name = f"`overlap` against `sequential`, {'; '.join(cases)}"
     faster.append([name, *("; ".join(by_case.get(case, "-") for case in cases) for by_case in found)])
     return "\n\n".join(
@@ -122,17 +125,19 @@ def layers(benchmarks: list[Benchmark]) -> str:
     )
 
 
-def families_of(benchmarks: list[Benchmark]) -> list[list[Benchmark]]:
-    """Benchmarks of layers with equal dimensions; in each family the one with the shortest name comes first."""
+def families_of(benchmarks: list[Benchmark], same: Sequence[str] = FAMILY) -> list[list[Benchmark]]:
+    """Benchmarks whose shapes are equal in these; in each family the one with the shortest name comes first."""
     families = defaultdict(list)
     for benchmark in benchmarks:
-        families[tuple(benchmark.shape[name] for name in DIMENSIONS)].append(benchmark)
+        families[tuple(benchmark.shape[name] for name in same)].append(benchmark)
     return [sorted(family, key=lambda b: (len(b.shape["name"]), b.shape["tokens"])) for family in families.values()]
 
 
-def case(benchmark: Benchmark) -> str:
-    """What sets it apart in its family."""
-    return f"{benchmark.shape['tokens']} tokens{' skewed' if benchmark.shape['rank_spread'] else ''}"
+def case(benchmark: Benchmark, first: Benchmark) -> str:
+    """What sets it apart from the first of its family."""
+    experts = benchmark.shape["experts"]
+    more = f" {experts} experts" if experts != first.shape["experts"] else ""
+    return f"{benchmark.shape['tokens']} tokens{more}{' skewed' if benchmark.shape['rank_spread'] else ''}"
 
 
 def shape_name(benchmark: Benchmark) -> str:

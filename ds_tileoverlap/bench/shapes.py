@@ -10,6 +10,9 @@ from pathlib import Path
 
 import yaml
 
+# Of a field's type.
+EXPECTED = {"str": "letters, digits, - and _", "int": "an integer of at least 1", "float": "a number from 0, below 1"}
+
 
 class UsageError(ValueError):
     """What was asked for cannot be measured; the message says what was got and what is expected."""
@@ -58,7 +61,7 @@ def read_shapes(path: Path, kind: type[Sizes], ranks: int, only: tuple[str, ...]
     counts = Counter(str(entry.get("name")) for entry in entries)
     faults += [f"name: got {name} {count} times, expected once" for name, count in counts.items() if count > 1]
     if faults:
-        raise UsageError("\n".join(f"--shapes: {path}: {fault}" for fault in faults))
+        raise UsageError("\n    ".join([f"--shapes: {path}:", *faults]))
     if unknown := [name for name in only if name not in counts]:
         raise UsageError(f"--only: got {', '.join(unknown)}, expected names of {path}: {', '.join(counts)}")
     return [kind(**entry) for entry in entries if not only or entry["name"] in only]
@@ -68,16 +71,8 @@ def _faults(entry: dict, kind: type[Sizes], ranks: int) -> Iterator[str]:
     allowed = {field.name: field for field in fields(kind)}
     yield from (f"{key}: not one of {', '.join(allowed)}" for key in entry.keys() - allowed.keys())
     yield from (f"{n}: missing" for n, field in allowed.items() if field.default is MISSING and n not in entry)
-    wrong = False
-    for name in allowed.keys() & entry.keys():
-        if not _fits(entry[name], allowed[name].type):
-            wrong = True
-            expected = {
-                "str": "letters, digits, - and _",
-                "int": "an integer of at least 1",
-                "float": "a number, 0 to 1",
-            }
-            yield f"{name}: got {entry[name]!r}, expected {expected[allowed[name].type]}"
+    wrong = [name for name, field in allowed.items() if name in entry and not _fits(entry[name], field.type)]
+    yield from (f"{name}: got {entry[name]!r}, expected {EXPECTED[allowed[name].type]}" for name in wrong)
     if wrong or not {"experts", "top_k"} <= entry.keys():
         return
     if entry["experts"] % ranks:

@@ -18,11 +18,11 @@ import torch
 from torch import distributed as dist
 
 from .measure import environment
-from .options import PURPOSES, add_options, check, command_line, record_path
+from .options import PURPOSES, START_LIMIT_S, add_options, check, command_line, record_path
 from .shapes import UsageError
 
 # Of the end of the group, seconds.
-END_LIMIT = 60
+END_LIMIT_S = 60
 
 
 def main(arguments: list[str]) -> int:
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 def _run(options: argparse.Namespace) -> int:
     shapes = check(options.kind, options, int(os.environ["WORLD_SIZE"]))
     benchmark = import_module(f".{options.kind}", __package__)
-    faulthandler.dump_traceback_later(options.limit, exit=True)
+    faulthandler.dump_traceback_later(START_LIMIT_S, exit=True)
     device = _start(options.limit)
     passed = True
     for shape in shapes:
@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
             print(benchmark.table(record), flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    faulthandler.dump_traceback_later(END_LIMIT, exit=True)
+    faulthandler.dump_traceback_later(END_LIMIT_S, exit=True)
     dist.destroy_process_group()
     return 0 if passed else 1
 
