@@ -48,10 +48,9 @@ def run(shape: LayerShape, options: argparse.Namespace, device: torch.device) ->
     """One shape's record: its gate, and the times where that is green."""
     source, judge, arms, skipped = layers_of(shape, options.arms, device)
     generator = torch.Generator(device).manual_seed(100 + dist.get_rank())
-    new = lambda: torch.randn(  # noqa: E731
-        1, shape.tokens, shape.hidden, device=device, dtype=dtype_on(device), generator=generator
-    )
-    inputs, grad = [new().requires_grad_() for _ in range(NUM_INPUTS)], new()
+    size, kind = (1, shape.tokens, shape.hidden), dict(device=device, dtype=dtype_on(device))
+    inputs = [torch.randn(size, **kind, generator=generator).requires_grad_() for _ in range(NUM_INPUTS)]
+    grad = torch.randn(size, **kind, generator=generator)
     against = "stock" if judge is source else "reference"
     record = {
         "skipped": skipped,

@@ -41,8 +41,6 @@ LINK = 378e9
 # How many times as fast as serial the down projection and its return should be.
 GOALS = {"qwen3-30b": 2.15, "olmoe": 2.1, "dsv3-like": 1.55, "paper-like": 1.9, "mixtral": 1.15, "trans-xl": 2.0}
 DTYPE = torch.bfloat16
-
-
 # Relative, of bf16 results that were summed in another order.
 TOLERANCE = 2e-2
 
