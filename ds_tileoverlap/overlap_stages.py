@@ -18,9 +18,9 @@ from .dispatch import place_own_rows
 from .kernels import raw_stream
 from .layout import Plan
 from .overlap_group import Group
-from .schedule import ARRIVALS, TILE_N, Returns, Schedule, gated_width
+from .schedule import ARRIVALS, TILE_N, Returns, Schedule, gated_width, schedules
 from .stages import Stages
-from .symmetric_layout import rows_to_receive
+from .symmetric_layout import exchange_of, rows_to_receive
 from .weight_maps import WeightMaps
 
 
@@ -62,6 +62,21 @@ class Run:
         return self._schedules[n, returns].native
 
 
+def run_of(
+    plan: Plan,
+    group: Group,
+    config: TileOverlapConfig,
+    maps: WeightMaps,
+    row_bytes: int,
+    gemms: list[tuple[int, Returns]],
+) -> Run:
+    """A Run for GEMMs of which the layout was not told: columns of the result, and how its rows return."""
+    exchange = exchange_of(group, plan.peers, plan.device_counts, plan.num_experts, *plan.slots.shape)
+    found = schedules(group.op, exchange, plan, row_bytes, gemms)
+    by_gemm = {(schedule.n, schedule.returns): schedule for schedule in found}
+    return Run(group, config, maps, plan.device_counts, exchange, by_gemm, row_bytes)
+
+
 @dataclass(frozen=True)
 class Operand:
     """The weights of one projection as the GEMM reads them.
@@ -97,10 +112,10 @@ def project_arriving(
     results = []
     for operand in operands:
         result = tokens.new_empty(rows.shape[0], operand.width)
-        _project(run, operand.width, arriving, gemm_of([(rows, operand)], result, run))
+        _project(run, operand.width, rows, arriving, gemm_of([(rows, operand)], result, run))
         results.append(result)
         # The first operand's kernel sends and receives; the next ones find everything in place.
-        arriving = None
+        arriving = {}
     return results, rows
 
 
@@ -135,7 +150,7 @@ def project_gated_arriving(
         limit=act.limit,
         shift=act.shift,
     )
-    _project(run, gated_width(gate.width), arriving, gemm)
+    _project(run, gated_width(gate.width), rows, arriving, gemm)
     return hidden, rows
 
 
@@ -146,28 +161,35 @@ def arrived_rows(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> torc
         width: of a schedule for :data:`ARRIVALS`.
     """
     rows, arriving = _arriving_rows(tokens, plan, run)
-    _arrive(run, width, arriving, rows)
+    _arrive(run, width, rows, arriving)
     return rows
 
 
-def _project(run: Run, width: int, arriving: dict | None, gemm: dict) -> None:
-    """A GEMM of the expert rows, and what has to arrive for it: inside of it, or before where they do not overlap.
+def multiply(
+    run: Run, width: int, returns: Returns, pairs: list[tuple[torch.Tensor, Operand]], result: torch.Tensor
+) -> None:
+    """The expert GEMM alone, by the schedule for so many columns whose rows return so; see :func:`gemm_of`."""
+    gemm = gemm_of(pairs, result, run)
+    run.op.multiply(run.exchange, run.tiles(width, returns), raw_stream(result), **gemm)
+
+
+def _project(run: Run, width: int, rows: torch.Tensor, arriving: dict, gemm: dict) -> None:
+    """A GEMM of expert rows, and what has to arrive for it: inside of it, or before where they do not overlap.
 
     Args:
         width: of the schedule.
     """
-    tiles, stream = run.tiles(width, ARRIVALS), gemm.pop("stream")
-    if arriving is None:
-        run.op.multiply(run.exchange, tiles, stream, **gemm)
-    elif run.overlaps_dispatch:
+    if arriving and not run.overlaps_dispatch:
+        _arrive(run, width, rows, arriving)
+        arriving = {}
+    tiles, stream = run.tiles(width, ARRIVALS), raw_stream(rows)
+    if arriving:
         run.op.project_arriving(run.exchange, run.pool.tokens.native, tiles, stream, **gemm, **arriving)
     else:
-        here = dict(a=gemm["a"], is_half=gemm["is_half"])
-        run.op.arrive(run.exchange, run.pool.tokens.native, tiles, stream, **here, **arriving)
         run.op.multiply(run.exchange, tiles, stream, **gemm)
 
 
-def _arrive(run: Run, width: int, arriving: dict, rows: torch.Tensor) -> None:
+def _arrive(run: Run, width: int, rows: torch.Tensor, arriving: dict) -> None:
     here = dict(a=rows.data_ptr(), is_half=rows.dtype == torch.float16)
     tiles = run.tiles(width, ARRIVALS)
     run.op.arrive(run.exchange, run.pool.tokens.native, tiles, raw_stream(rows), **here, **arriving)
@@ -193,7 +215,7 @@ def _arriving_rows(tokens: torch.Tensor, plan: Plan, run: Run) -> tuple[torch.Te
 
 def gemm_of(pairs: list[tuple[torch.Tensor, Operand]], result: torch.Tensor, run: Run) -> dict:
     """The expert GEMM as the operator takes it: result [R, N], the sum over one or two pairs of rows [R, K] times
-    weights, and the stream that it runs on."""
+    weights."""
     (rows, operand), *second = pairs
     arguments = dict(
         a=rows.data_ptr(),
@@ -204,7 +226,6 @@ def gemm_of(pairs: list[tuple[torch.Tensor, Operand]], result: torch.Tensor, run
         k=rows.shape[1],
         is_half=result.dtype == torch.float16,
         b_is_transposed=operand.transposed,
-        stream=raw_stream(result),
     )
     for other, its_operand in second:
         maps = run.maps(its_operand, rows.dtype)
@@ -241,7 +262,7 @@ def return_while_computed(
     if not sums_return:
         home["signals"] = pool.signals_for(tiles.num_bands * -(-width // TILE_N) * 2)
     home |= gemm_of(pairs, outputs, run)
-    stream = home.pop("stream")
+    stream = raw_stream(rows)
     with stages("expert_gemm"):
         if run.comm_sms:
             main = torch.cuda.current_stream(rows.device)

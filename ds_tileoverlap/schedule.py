@@ -18,7 +18,6 @@ import torch
 from .kernels import raw_stream
 from .layout import Plan
 
-
 BAND = 128
 TILE_N = 256
 # As csrc/schedule.cu: pairs of bands that walk the columns together; bytes that a courier claims at once.

@@ -88,9 +88,7 @@ class Counting:
         peers, records, op = self.peers, self.group.pool.records, self.group.op
         size, rank, num_experts, top_k = peers.size, peers.rank, self._num_experts, self._experts.shape[1]
         host_counts = self.group.pool.host_counts[: self.counts.numel()].clone()
-        tally = Tally(
-            *op.tally(counts=host_counts.data_ptr(), num_ranks=size, rank=rank, num_experts=num_experts)
-        )
+        tally = Tally(*op.tally(counts=host_counts.data_ptr(), num_ranks=size, rank=rank, num_experts=num_experts))
         returns = choose_returns(self.config, tally, self.row_bytes)
         most = tally.most_received * -(-2 * top_k // 4) * 16
         records.reserve(most, 2 * most)

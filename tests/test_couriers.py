@@ -18,7 +18,7 @@ from virtual_ranks import GUARDS, HOME, STAGES, TOKENS, Late, ManyStreams, Use, 
 
 from ds_tileoverlap import buffer, dispatch, exchange, overlap_group, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig
-from ds_tileoverlap.overlap_stages import Operand, Run, project_arriving, return_while_computed
+from ds_tileoverlap.overlap_stages import Operand, project_arriving, return_while_computed, run_of
 from ds_tileoverlap.route import Routes
 from ds_tileoverlap.schedule import ARRIVALS, Returns
 from ds_tileoverlap.weight_maps import WeightMaps
@@ -392,27 +392,25 @@ class OwnGroup:
     def reserve(self, plans, row_bytes, token_bytes):
         """Makes room for the largest, so that no use has to wait until all ranks grow together."""
         home = [symmetric_layout.rows_to_receive(plan)[0] for plan in plans]
-        out = [max(map(sum, zip(*plan.remote_sends))) for plan in plans]
+        out = [plan.tally.most_arriving for plan in plans]
         pool = self.group.pool
         for channel, counts, sizes in ((pool.returns, home, row_bytes), (pool.tokens, out, token_bytes)):
             most = max(count * size for count, size in zip(counts, sizes))
             channel.reserve(most, most)
 
-    def _run(self, plan, row_bytes, op, **options):
+    def _run(self, plan, row_bytes, gemm, op, **options):
         config = TileOverlapConfig(enabled=True, **options)
-        return Run(replace(self.group, op=op or self.group.op), config, self._maps, plan.peers, row_bytes)
+        return run_of(plan, replace(self.group, op=op or self.group.op), config, self._maps, row_bytes, [gemm])
 
     def send(self, plan, x, operand, op=None, **options):
         """The rows [R, K] of all ranks' tokens for this rank's experts; their products [R, N], made as they come."""
-        run = self._run(plan, 2 * x.shape[1], op, **options)
-        run.prepare(plan, {(operand.width, ARRIVALS)})
+        run = self._run(plan, 2 * x.shape[1], (operand.width, ARRIVALS), op, **options)
         (products,), rows = project_arriving(x, [operand], plan, run)
         return rows, products
 
     def bring_home(self, plan, rows, operand, op=None, **options):
         """[T, N], rows [R, K] times this rank's weights, brought home as ``plan.returns`` says."""
-        run = self._run(plan, 2 * operand.width, op, **options)
-        run.prepare(plan, {(operand.width, plan.returns)})
+        run = self._run(plan, 2 * operand.width, (operand.width, plan.returns), op, **options)
         return return_while_computed([(rows, operand)], plan, run, lambda stage: nullcontext())
 
 
@@ -437,7 +435,14 @@ def _late_on_two_gpus(seed):
         torch.cuda.synchronize()
         got = []
         for i, (use, (plan, x, operand, _)) in enumerate(zip(uses, ready)):
-            names = ("begin", "expert_gemm", "run_couriers", "sum_slots")
+            names = (
+                "project_arriving",
+                "arrive",
+                "multiply",
+                "multiply_returning",
+                "run_couriers_home",
+                "sum_returned",
+            )
             delays = {name: generator.choice([0.0, 0.05, 3.0]) for name in names}
             late = Late(own.group.op, own.group.pool.stream, delays)
             rows, products = own.send(plan, x, operand, late, overlap_dispatch=i % 4 != 3)

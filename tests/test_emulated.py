@@ -1,10 +1,9 @@
 """The overlap backend on CPUs: its own host code, its own kernels emulated, ranks as threads of this process."""
 
-import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, GroupedExperts
 from emulated_op import build, hold_up
 from models import Gated, fill, mlp, ours, stock, tokens
 from test_gpu import relative_errors
+from test_schedule import assert_equals_twins
 
 from ds_tileoverlap import buffer, layout, overlap, overlap_group, route, schedule, sequential, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig
@@ -99,7 +99,8 @@ def _layout(rank, group, peers, lengths, k, num_experts, combine):
     config, plans = TileOverlapConfig(enabled=True, combine=combine), []
     for step, length in enumerate(lengths):
         routes = random_routes(100 * step + rank, length[rank], k, num_experts)
-        plans.append((routes, symmetric_layout.Counting(routes, num_experts, peers, group, config, 128, True).finish()))
+        counting = symmetric_layout.Counting(routes, num_experts, peers, group, config, 128, True)
+        plans.append((routes, counting.finish(arriving=[136, 520], returning=[1288]), counting.schedules.values()))
     return plans
 
 
@@ -114,11 +115,12 @@ def test_layout(op, size, k, num_experts, combine):
     ]
     results = ThreadPools(size, op).run(_layout, lengths, k, num_experts, combine)
     for step in range(len(lengths)):
-        routes, plans = zip(*(result[step] for result in results))
+        routes, plans, schedules = zip(*(result[step] for result in results))
         sent = [placed(r.experts, r.weights, num_experts, size) for r in routes]
         for rank, plan in enumerate(plans):
             counted, (sent_tokens, choice_slots, token_slots, _) = sent[rank]
             assert torch.equal(plan.counts[rank], counted) and plan.tally.all_can_overlap
+            assert plan.tally == replace(plan, slots=None).tally, "the operator's tally is its Python twin's"
             assert torch.equal(plan.sent_tokens, sent_tokens[: plan.sent_tokens.numel()])
             assert torch.equal(plan.choice_slots, choice_slots) and torch.equal(plan.token_slots, token_slots)
             received = torch.cat(
@@ -131,6 +133,8 @@ def test_layout(op, size, k, num_experts, combine):
             assert all(torch.equal(a, b) for a, b in zip(got, rows, strict=True))
             to_slots = (plan.token_slots, plan.sends) if plan.returns.sums else None
             assert torch.equal(plan.slots, schedule.plain_slots(routes[rank].experts, plan.routes, rank, to_slots))
+            for tiles in schedules[rank]:
+                assert_equals_twins(tiles, plan.routes, plan.sends, rank)
 
 
 def placed(experts, weights, num_experts, size):

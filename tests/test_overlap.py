@@ -154,14 +154,15 @@ def _same_plan(lengths, k, num_experts, combine):
         config = TileOverlapConfig(enabled=True, combine=combine)
         expected = layout.layout(routes, num_experts, peers)
         got = symmetric_layout.Counting(routes, num_experts, peers, group, config, 128, True).finish()
-        assert torch.equal(got.counts, expected.counts) and got.all_can_overlap
+        assert torch.equal(got.counts, expected.counts)
+        assert got.tally == expected.tally and got.tally.all_can_overlap
         for name in set(layout._TENSOR_FIELDS) - {"slots"}:
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         sent = (expected.token_slots.cpu(), expected.sends) if got.returns.sums else None
         slots = schedule.plain_slots(experts, expected.routes, rank, sent)
         assert torch.equal(got.slots.cpu(), slots)
     refused = symmetric_layout.Counting(routes, num_experts, peers, group, config, 128, rank == 0).finish()
-    assert not refused.all_can_overlap and refused.first_that_cannot_overlap == 1
+    assert not refused.tally.all_can_overlap and refused.first_that_cannot_overlap == 1
 
 
 @pytest.mark.gpu(2)

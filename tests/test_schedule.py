@@ -1,12 +1,14 @@
 """The schedule of tiles, the segments and the slots: worked examples, what any routing must give, and the kernel."""
 
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from ds_tileoverlap import placement, schedule
+from ds_tileoverlap import placement, schedule, symmetric_layout
 from ds_tileoverlap.exchange import Peers
 from ds_tileoverlap.layout import Plan
 
@@ -198,34 +200,49 @@ def test_kernel_equals_the_plain_twins(op, dirty_memory, case, width, aligns_own
         replace(schedule.ARRIVALS, aligns_owners=aligns_owners, num_panels=num_panels),
         schedule.ARRIVALS,
     ]
-    gemms = [(width + 8 * i, 2 * width, returns) for i, returns in enumerate(ways)]
+    gemms = [(width + 8 * i, returns) for i, returns in enumerate(ways)]
     for rank in {0, ranks // 2, ranks - 1}:
-        plan = Plan(Peers(None, rank, tuple(range(ranks)), 0.0, "test"), counts, counts.cuda(), *[None] * 7)
-        for gemm, found in zip(gemms, schedule.schedules(op, plan, gemms), strict=True):
-            assert (found.n, found.row_bytes, found.returns) == gemm
+        peers = Peers(None, rank, tuple(range(ranks)), 0.0, "test")
+        plan = Plan(peers, counts, counts.cuda(), *[None] * 7)
+        words = torch.zeros(8, dtype=torch.int32, device="cuda")
+        group = SimpleNamespace(op=op, num_sms=2, pool=SimpleNamespace(claimed_items=words, failure=words))
+        exchange = symmetric_layout.exchange_of(group, peers, plan.device_counts, experts, len(chosen[rank]), 1)
+        for gemm, found in zip(gemms, schedule.schedules(op, exchange, plan, 2 * width, gemms), strict=True):
+            assert (found.n, found.returns) == gemm
             assert_equals_twins(found, routes, sends, rank)
 
 
 def assert_equals_twins(found, routes, sends, rank):
     returns, tiles, column_tiles = found.returns, found.returns.panel_tiles(found.n), -(-found.n // schedule.TILE_N)
     aligns_owners, bands = returns.aligns_owners, returns.bands_per_segment
+
+    def lines(name, count, width=1):
+        return [line if width > 1 else line[0] for line in found.list_at(name, width)[:count].tolist()]
+
+    (num_items, num_segments) = (*lines("num_items", 1), *lines("num_segments", 1))
     items = schedule.plain_items(routes[:, rank], rank, found.n, aligns_owners, tiles, returns.local_first)
-    got = found.items.view(-1, 4)[: int(found.num_items[0])].tolist()
+    got = lines("items", num_items, 4)
     assert [(r, n, z & 0x7FFF, z >> 16 & 0xFFFF, band, bool(z & 0x8000)) for r, n, z, band in got] == items
     segments = schedule.plain_segments(routes, rank, found.row_bytes, aligns_owners, bands)
-    assert int(found.num_segments[0]) == len(segments) - 1
-    assert [tuple(s[:7]) for s in found.segments.view(-1, 8)[: len(segments)].tolist()] == segments
-    assert len(items) * 4 <= found.items.numel() and len(segments) * 8 <= found.segments.numel()
+    assert num_segments == len(segments) - 1
+    assert [tuple(s[:7]) for s in lines("segments", len(segments), 8)] == segments
+    room = {a: (getattr(found.native, b) - getattr(found.native, a)) // 4 for a, b in pairwise(LISTS)}
+    assert len(items) * 4 <= room["items"] and len(segments) * 8 <= room["segments"]
     num_bands = max((band + 1 + (n > 128) for _, n, _, _, band, _ in items), default=0)
-    assert num_bands <= found.num_bands < found.band_parts.numel()
+    assert num_bands <= found.native.num_bands
     if returns.local_first:
-        assert found.band_parts[:num_bands].tolist() == schedule.plain_band_parts(segments, num_bands)
+        assert num_bands < found.native.num_left
+        assert lines("band_parts_to_do", num_bands) == schedule.plain_band_parts(segments, num_bands)
     expected = schedule.plain_runs(sends.T, rank), schedule.plain_send_runs(sends, rank)
-    for runs, plain in zip((found.sum_runs, found.send_runs), expected):
-        assert [tuple(run) for run in runs.view(-1, 4)[: len(sends) - 1].tolist()] == plain
+    for name, plain in zip(("sum_runs", "send_runs"), expected):
+        assert [tuple(run) for run in lines(name, len(sends) - 1, 4)] == plain
     to_do = [0] * returns.num_panels
     for _, rows, _, column, _, of_remote in items:
         for c in [column, column] if rows > schedule.BAND else [column, column + 1]:
             if of_remote and c < column_tiles:
                 to_do[c // tiles] += 1
-    assert found.panel_tiles[: returns.num_panels].tolist() == to_do
+    assert lines("panel_tiles_to_do", returns.num_panels) == to_do
+
+
+# In the order in which they lie.
+LISTS = ("items", "num_items", "segments", "num_segments", "panel_tiles_to_do")

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.utils import cpp_extension
 
 from ds_tileoverlap import overlap_group, placement, schedule
 from ds_tileoverlap.op_builder import tileoverlap as builders
-from ds_tileoverlap.schedule import ARRIVALS, Returns, Schedule
+from ds_tileoverlap.schedule import ARRIVALS, Returns
 from ds_tileoverlap.weight_maps import WeightMaps
 
 DEVICE = torch.device("cuda")
@@ -232,7 +233,21 @@ def tiles_of_item(item: tuple[int, int, int, int, int, bool], column_tiles: int)
     return [(band, c) for c in (column, column + 1) if c < column_tiles]
 
 
-def tables_of(use: Use, placed: Placement, rank: int, device: torch.device, returns: Returns) -> Schedule:
+class Tables(NamedTuple):
+    """One rank's schedule, list by list; see :meth:`ds_tileoverlap.schedule.Schedule.list_at`."""
+
+    row_bytes: int
+    items: torch.Tensor
+    num_items: torch.Tensor
+    segments: torch.Tensor
+    num_segments: torch.Tensor
+    panel_tiles: torch.Tensor
+    band_parts: torch.Tensor
+    sum_runs: torch.Tensor
+    send_runs: torch.Tensor
+
+
+def tables_of(use: Use, placed: Placement, rank: int, device: torch.device, returns: Returns) -> Tables:
     """One rank's schedule of :data:`ARRIVALS` or of the use's own returns, from the plain functions: nothing depends on
     the schedule's kernel."""
     arrive, panel_tiles = returns.local_first, returns.panel_tiles(use.width)
@@ -249,10 +264,8 @@ def tables_of(use: Use, placed: Placement, rank: int, device: torch.device, retu
     def words(values, width):
         return torch.from_numpy(np.array(values, dtype=np.int32).reshape(-1, width)).to(device)
 
-    return Schedule(
-        n=use.width,
+    return Tables(
         row_bytes=row_bytes,
-        returns=returns,
         items=words_of_items(items).to(device),
         num_items=words([len(items)], 1),
         segments=words([(*segment, 0) for segment in segments], 8),
@@ -261,7 +274,6 @@ def tables_of(use: Use, placed: Placement, rank: int, device: torch.device, retu
         band_parts=words([*schedule.plain_band_parts(segments, num_bands), UNTOUCHED] if arrive else [], 1),
         sum_runs=words(schedule.plain_runs(placed.sends.T, rank), 4),
         send_runs=words(schedule.plain_send_runs(placed.sends, rank), 4),
-        num_bands=num_bands,
     )
 
 
@@ -304,6 +316,13 @@ class VirtualChannel:
     def _arguments(self, *names: str) -> dict[str, int]:
         words = {name: getattr(self, name).data_ptr() for name in (*names, "epoch")}
         return dict(**words, generation_bytes=self.capacity_bytes, failure=self._failure.data_ptr())
+
+    @property
+    def native(self):
+        words = "epoch targets claimed placed finished arrived consumed began".split()
+        words += "peer_buffers peer_arrived peer_consumed peer_began".split()
+        addresses = {name: getattr(self, name).data_ptr() for name in words}
+        return operator().Channel(**addresses, received=self.buffer.data_ptr(), generation_bytes=self.capacity_bytes)
 
     @property
     def sending(self) -> dict[str, int]:
@@ -379,8 +398,8 @@ class Job:
     own_first: int
     own_end: int
     slots: torch.Tensor
-    arrivals: Schedule
-    tiles: Schedule
+    arrivals: Tables
+    tiles: Tables
     missing: torch.Tensor
     panel_left: torch.Tensor
     gathered: torch.Tensor
@@ -459,14 +478,14 @@ class Enqueuer:
             failure=self._me.failure.data_ptr(), limit_ns=self._limit_ns, stream=self._me.main.cuda_stream,
         )  # fmt: skip
 
-    def _courier(self, channel: VirtualChannel, tiles: Schedule, rows: torch.Tensor, **errand):
+    def _courier(self, channel: VirtualChannel, tiles: Tables, rows: torch.Tensor, **errand):
         return self._op.Courier(
             rows=rows.data_ptr(), row_bytes=tiles.row_bytes, num_peers=self._use.num_ranks, rank=self._me.rank,
             segments=tiles.segments.data_ptr(), num_segments=tiles.num_segments.data_ptr(),
             claimed=channel.claimed.data_ptr(), limit_ns=self._limit_ns, **channel.sending, **errand,
         )  # fmt: skip
 
-    def _multiply(self, tiles: Schedule, rows: torch.Tensor, result: torch.Tensor, **options) -> None:
+    def _multiply(self, tiles: Tables, rows: torch.Tensor, result: torch.Tensor, **options) -> None:
         job, use = self._job, self._use
         self._op.expert_gemm(
             a=rows.data_ptr(), b_maps=job.maps.data_ptr(), c=result.data_ptr(), items=tiles.items.data_ptr(),
@@ -773,9 +792,10 @@ class Late:
         if name not in self._delays:
             return found
 
-        def call(**arguments):
-            is_side = arguments["stream"] == self._side.cuda_stream
+        def call(*shared, **arguments):
+            # The stream is the last of what comes without a name.
+            is_side = shared[-1] == self._side.cuda_stream
             sleep(self._side if is_side else torch.cuda.current_stream(), self._delays[name])
-            return found(**arguments)
+            return found(*shared, **arguments)
 
         return call

@@ -89,9 +89,7 @@ class Stages:
 
     def run_of(self, plan, width: int, returns, comm_sms: int = 0) -> overlap_stages.Run:
         config = TileOverlapConfig(enabled=True, comm_sms=comm_sms)
-        run = overlap_stages.Run(self.group, config, self.maps, plan.peers, self.width * 2)
-        run.prepare(plan, {(width, returns)})
-        return run
+        return overlap_stages.run_of(plan, self.group, config, self.maps, self.width * 2, [(width, returns)])
 
     def record(self, comm_sms: tuple[int, ...], samples: int, launch: bool) -> dict:
         arms, errors = self.arms_and_errors(comm_sms)
@@ -149,10 +147,9 @@ class Stages:
 
     def gemm_arms(self, operand: Operand, rows: torch.Tensor, returns) -> dict[str, Callable]:
         run, result = self.run_of(self.plan, operand.width, returns), rows.new_empty(len(rows), operand.width)
-        tiles = run.tiles(operand.width, returns)
         return {
             "torch": lambda: self.grouped_mm(rows, operand),
-            "gemm": lambda: overlap_stages.multiply(run, tiles, [(rows, operand)], result),
+            "gemm": lambda: overlap_stages.multiply(run, operand.width, returns, [(rows, operand)], result),
         }
 
     def arrival_arms(self, operand: Operand) -> dict[str, Callable]:
