@@ -156,17 +156,16 @@ def _load_kernels(op, pool: Pool) -> None:
         counts=zero, counts_stride=0, num_ranks=0, rank=0, num_experts=0, num_choices=1, num_tokens=0,
         claimed_items=zero, num_sms=2, failure=pool.failure.data_ptr(), limit_ns=NS,
     )  # fmt: skip
-    channel = pool.returns.native
+    channel = op.Channel(
+        epoch=operand, targets=zero, claimed=zero, placed=zero, finished=zero, arrived=zero, consumed=zero, began=zero,
+        peer_buffers=zero, peer_arrived=zero, peer_consumed=zero, peer_began=zero, received=zero, generation_bytes=0,
+    )  # fmt: skip
     for is_half in (False, True):
         for transposed in (False, True):
             op.expert_gemm(is_half=is_half, b_is_transposed=transposed, **gemm)
         op.expert_gemm(is_half=is_half, b_is_transposed=False, **gemm, **gated)
         op.run_couriers(is_half=is_half, num_sms=2, stream=stream)
         op.sum_returned(nothing_to_do, channel, stream, local=zero, slots=zero, sums=zero, width=8, is_half=is_half)
-    op.begin(
-        counts=zero, counts_stride=0, num_ranks=1, rank=0, num_experts=0, what=op.TOKENS_OUT, row_bytes=16,
-        epoch=operand, targets=zero, peer_began=zero, failure=pool.failure.data_ptr(), limit_ns=NS, stream=stream,
-    )  # fmt: skip
     op.place_and_receive(
         nothing_to_do, channel, [], zero, stream, experts=zero, weights=zero, block_counts=zero, bases=zero,
         returns_sums=False, num_received=0, sent_tokens=zero, choice_slots=zero, token_slots=zero, slots=zero,
@@ -176,6 +175,6 @@ def _load_kernels(op, pool: Pool) -> None:
         n=8, row_bytes=16, aligns_owners=False, bands_per_segment=1, panel_tiles=1, num_panels=1, local_first=False
     )
     scalars = dict(values=zero, index=zero, choice_slots=zero, slots=zero, own_first=0, own_end=0)
-    op.collect_scalars(nothing_to_do, channel, tiles, stream, **scalars)
     op.send_scalars(nothing_to_do, channel, tiles, stream, **scalars)
+    op.collect_scalars(nothing_to_do, channel, tiles, stream, **scalars)
     torch.cuda.synchronize(device)

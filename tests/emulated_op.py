@@ -73,7 +73,7 @@ def build(folder: Path, edit: tuple[str, str, str] | None = None):
 
 
 def hold_up(op, delays_ms: Mapping[str, float], seed: int = 1) -> None:
-    """Makes kernels start late that the calling thread enqueues: kernel -> ms; "*" is every one, at random up to so much."""
+    """Makes kernels start late that the calling thread enqueues: kernel -> ms; "*": all, at random up to so much."""
     for kernel, ms in delays_ms.items():
         ctypes.CDLL(op.__file__).emulation_delay(kernel.encode(), ctypes.c_double(ms), seed)
 

@@ -318,13 +318,6 @@ class VirtualChannel:
         return dict(**words, generation_bytes=self.capacity_bytes, failure=self._failure.data_ptr())
 
     @property
-    def native(self):
-        words = "epoch targets claimed placed finished arrived consumed began".split()
-        words += "peer_buffers peer_arrived peer_consumed peer_began".split()
-        addresses = {name: getattr(self, name).data_ptr() for name in words}
-        return operator().Channel(**addresses, received=self.buffer.data_ptr(), generation_bytes=self.capacity_bytes)
-
-    @property
     def sending(self) -> dict[str, int]:
         return self._arguments("peer_buffers", "peer_arrived", "consumed")
 
@@ -775,7 +768,6 @@ def build_without(guard: str, folder: str) -> None:
 def _load_kernels() -> None:
     """Loads every kernel of a play before the first one waits: loading may wait for those that run."""
     rank = VirtualRank(0, 1, (0, 0), 0, 0)
-    rank.returns.meet([rank.returns])
     overlap_group._load_kernels(operator(), rank)
     sleep(rank.main, 0.001)
     torch.cuda.synchronize()

@@ -63,6 +63,7 @@ def run(shape: LayerShape, options: argparse.Namespace, device: torch.device) ->
     # A token or two may fall otherwise by float32 rounding, not more.
     record["gate"]["passed"] &= record["routing"]["moved"]["ours"] <= 1e-3
     if record["gate"]["passed"]:
+        options.out.mkdir(parents=True, exist_ok=True)
         breakdown = options.out / f"{shape.name}-breakdown.txt" if options.breakdown else None
         record["arms"] = measures(arms, inputs, grad, options.samples, device, breakdown)
     if record["gate"]["passed"] and device.type == "cuda":

@@ -6,7 +6,7 @@ namespace tileoverlap {
 namespace {
 
 __global__ void begin_use(const __grid_constant__ TileOverlapBegin args) {
-    int local = args.num_experts / args.num_ranks;
+    int local = args.num_ranks ? args.num_experts / args.num_ranks : 0;
     const int* mine = args.counts + args.rank * args.counts_stride;
     uint32_t epoch = *args.epoch + 1;
     for (int i = threadIdx.x; i < args.num_left; i += blockDim.x) args.left[i] = args.to_do[i];
