@@ -166,10 +166,13 @@ def _load_kernels(op, pool: Pool) -> None:
         op.expert_gemm(is_half=is_half, b_is_transposed=False, **gemm, **gated)
         op.run_couriers(is_half=is_half, num_sms=2, stream=stream)
         op.sum_returned(nothing_to_do, channel, stream, local=zero, slots=zero, sums=zero, width=8, is_half=is_half)
-    op.place_and_receive(
-        nothing_to_do, channel, [], zero, stream, experts=zero, weights=zero, block_counts=zero, bases=zero,
-        returns_sums=False, num_received=0, sent_tokens=zero, choice_slots=zero, token_slots=zero, slots=zero,
-        choice_rows=zero, row_sources=zero, row_weights=zero, row_offsets=zero,
+    op.place(
+        nothing_to_do, channel, stream, experts=zero, weights=zero, block_counts=zero, bases=zero, returns_sums=False,
+        sent_tokens=zero, choice_slots=zero, token_slots=zero, slots=zero,
+    )  # fmt: skip
+    op.schedule_and_receive(
+        nothing_to_do, channel, [], zero, stream, num_received=0, choice_rows=zero, row_sources=zero, row_weights=zero,
+        row_offsets=zero,
     )  # fmt: skip
     tiles = op.Tiling(
         n=8, row_bytes=16, aligns_owners=False, bands_per_segment=1, panel_tiles=1, num_panels=1, local_first=False

@@ -84,40 +84,44 @@ class Counting:
         Raises:
             PeerError: the counts of a rank did not come.
         """
-        self._wait()
         peers, records, op = self.peers, self.group.pool.records, self.group.op
-        size, rank, num_experts, top_k = peers.size, peers.rank, self._num_experts, self._experts.shape[1]
+        size, num_experts, (num_tokens, top_k) = peers.size, self._num_experts, self._experts.shape
+        record_bytes = -(-2 * top_k // 4) * 16
+        sent_tokens = self._experts.new_empty(num_tokens * min(top_k, size))
+        routes = dict(
+            experts=self._experts.data_ptr(),
+            weights=self._weights.data_ptr(),
+            block_counts=self._block_counts.data_ptr(),
+            bases=self._bases.data_ptr(),
+            sent_tokens=sent_tokens.data_ptr(),
+            choice_slots=self._choice_slots.data_ptr(),
+            token_slots=self._token_slots.data_ptr(),
+            slots=self._slots.data_ptr(),
+        )
+        sums, is_placed, tally = self._wait_and_place(routes, records.capacity_bytes // record_bytes)
         host_counts = self.group.pool.host_counts[: self.counts.numel()].clone()
-        tally = Tally(*op.tally(counts=host_counts.data_ptr(), num_ranks=size, rank=rank, num_experts=num_experts))
-        returns = choose_returns(self.config, tally, self.row_bytes)
-        most = tally.most_received * -(-2 * top_k // 4) * 16
-        records.reserve(most, 2 * most)
+        returns = returns_of(self.config, sums, self.row_bytes)
+        if not is_placed:
+            most = tally.most_received * record_bytes
+            records.reserve(most, 2 * most)
+            op.place(self.exchange, records.native, self._stream, returns_sums=sums, **routes)
 
         gemms = [(n, ARRIVALS) for n in dict.fromkeys(arriving)] + [(n, returns) for n in dict.fromkeys(returning)]
         schedules = tilings(op, self.row_bytes, gemms) if tally.all_can_overlap else []
         natives = [schedule.native for schedule in schedules]
         num_choices = tally.num_received * top_k
-        sizes = [-(-n // 4) * 4 for n in (tally.num_sent, num_choices, tally.num_rows, tally.num_rows)]
+        sizes = [-(-n // 4) * 4 for n in (num_choices, tally.num_rows, tally.num_rows)]
         first = sum(sizes)
         sizes.append(op.place_lists(natives, 0, tally.num_rows, size, num_experts // size))
         parts = self._experts.new_empty(first + sizes[-1]).split_with_sizes(sizes)
-        sent_tokens, choice_rows, row_sources, row_weights, lists = parts
-        op.place_and_receive(
+        choice_rows, row_sources, row_weights, lists = parts
+        op.schedule_and_receive(
             self.exchange,
             records.native,
             natives,
             lists.data_ptr(),
             self._stream,
-            experts=self._experts.data_ptr(),
-            weights=self._weights.data_ptr(),
-            block_counts=self._block_counts.data_ptr(),
-            bases=self._bases.data_ptr(),
-            returns_sums=returns.sums,
             num_received=tally.num_received,
-            sent_tokens=sent_tokens.data_ptr(),
-            choice_slots=self._choice_slots.data_ptr(),
-            token_slots=self._token_slots.data_ptr(),
-            slots=self._slots.data_ptr(),
             choice_rows=choice_rows.data_ptr(),
             row_sources=row_sources.data_ptr(),
             row_weights=row_weights.data_ptr(),
@@ -142,12 +146,26 @@ class Counting:
         ).but(tally=tally)
         return self.plan
 
-    def _wait(self) -> None:
+    def _wait_and_place(self, routes: dict[str, int], most_records: int) -> tuple[bool, bool, Tally]:
+        """Whether rows return as sums, whether so many records had room and were sent, and what the counts say."""
         pool, limit_s = self.group.pool, self.peers.timeout_s - WATCHDOG_MARGIN_S
-        word = pool.host_ready.data_ptr()
-        if not self.group.op.wait_for_change(word=word, old_value=self._ready_before, limit_s=limit_s):
+        found = self.group.op.wait_and_place(
+            self.exchange,
+            pool.records.native,
+            self._stream,
+            **{name: pool.mailbox[name] for name in ("host_counts", "host_ready", "host_failure")},
+            ready_before=self._ready_before,
+            limit_s=limit_s,
+            sums={"rows": 0, "sums": 1, "auto": -1}[self.config.combine],
+            sums_below=SUMS_BELOW,
+            most_records=most_records,
+            **routes,
+        )
+        if found is None:
             raise peer_error(self.peers, "layout", f"nothing came within {limit_s:.0f} s")
         check_failure(pool.host_failure, self.peers)
+        sums, is_placed, tally = found
+        return bool(sums), is_placed, Tally(*tally)
 
 
 def exchange_of(group: Group, peers: Peers, counts: torch.Tensor, num_experts: int, num_tokens: int, top_k: int):
@@ -172,9 +190,12 @@ def exchange_of(group: Group, peers: Peers, counts: torch.Tensor, num_experts: i
 
 
 def choose_returns(config: TileOverlapConfig, tally: Tally, row_bytes: int) -> Returns:
-    """How rows come home: from the exchanged counts, so that all ranks choose alike."""
+    """How rows come home: from the exchanged counts, so that all ranks choose alike; as the operator chooses."""
     fewer = tally.remote_sends < SUMS_BELOW * tally.remote_routes
-    sums = fewer if config.combine == "auto" else config.combine == "sums"
+    return returns_of(config, fewer if config.combine == "auto" else config.combine == "sums", row_bytes)
+
+
+def returns_of(config: TileOverlapConfig, sums: bool, row_bytes: int) -> Returns:
     bands = config.bands_per_segment
     if bands == "auto":
         bands = max(1, SEGMENT_BYTES // (BAND * row_bytes))

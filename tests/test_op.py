@@ -52,7 +52,7 @@ def test_kernels_compile_for_hopper_without_spills(tmp_path, name):
 
 
 # What the operator does without the device.
-ON_HOST = {"tally", "place_lists", "wait_for_change"}
+ON_HOST = {"wait_and_place", "place_lists"}
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +109,16 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
         mailbox=dict.fromkeys(shared, words.data_ptr()) | {"stride": 16},
         signals_for=lambda count: words.data_ptr(),
     )
-    pool.host_ready = words[:1]
+    # The counts are there.
+    pool.host_ready, pool.mailbox["host_counts"] = words[:1], pool.host_counts.data_ptr()
+    ready = torch.ones(1, dtype=torch.int32)
+    pool.mailbox["host_ready"] = ready.data_ptr()
     dry_op.calls.clear()
     overlap_group._load_kernels(dry_op, pool)
     loaded = set(dry_op.calls)
     group = overlap_group.Group(dry_op, None, pool, 132)
     routes = route.Routes(torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 2), None, None)
     settings = config.TileOverlapConfig(enabled=True, combine=combine)
-    monkeypatch.setattr(dry_op, "wait_for_change", lambda **arguments: dry_op.calls.append("wait_for_change") or True)
     plan = symmetric_layout.Counting(routes, 8, peers, group, settings, 128, True).finish([128], [64])
     assert plan.returns.sums == (combine == "sums") and plan.tally.all_can_overlap
     zeroed = {name: torch.zeros_like(getattr(plan, name)) for name in layout._TENSOR_FIELDS if name != "counts"}
@@ -144,7 +146,7 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
         tokens, tokens, expanded, plan, [rows, rows], weights, set(form.slots), stages, run, 128
     )
     assert grad_x.shape == (8, 64) and grad_weights.shape == (8, 2) and found.keys() == set(form.slots)
-    waiting = {"expert_gemm", "run_couriers", "sum_returned", "place_and_receive"}
+    waiting = {"expert_gemm", "run_couriers", "sum_returned", "place", "schedule_and_receive"}
     waiting |= {"send_scalars", "collect_scalars"}
     assert waiting <= loaded, "kernels that wait must be loaded before the first of them waits"
     # Everything that the operator offers has been called; the tests of kernels on their own call the last two.

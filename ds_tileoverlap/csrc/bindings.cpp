@@ -138,11 +138,16 @@ Fields<S> gemm_fields() {
             OPTIONAL(shift), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed)};
 }
 
+template <typename S>
+Fields<S> placed_fields() {
+    return {FIELD(experts), FIELD(weights), FIELD(block_counts), FIELD(bases),
+            FIELD(sent_tokens), FIELD(choice_slots), FIELD(token_slots), FIELD(slots)};
+}
+
 // Waits on the host for a word that a kernel writes; false if it did not change within the limit.
-bool wait_for_change(Address word, uint32_t old_value, double limit_s) {
+bool wait_for_change(const uint32_t* word, uint32_t old_value, double limit_s) {
     auto start = std::chrono::steady_clock::now();
-    const volatile uint32_t* value = reinterpret_cast<const volatile uint32_t*>(word);
-    while (*value == old_value) {
+    while (*static_cast<const volatile uint32_t*>(word) == old_value) {
         auto waited = std::chrono::steady_clock::now() - start;
         if (waited > std::chrono::duration<double>(limit_s)) return false;
         // Counts of a step come within microseconds; longer waits leave the core to others.
@@ -152,11 +157,47 @@ bool wait_for_change(Address word, uint32_t old_value, double limit_s) {
     return true;
 }
 
-py::tuple tally(Address counts, int num_ranks, int rank, int num_experts) {
-    tileoverlap::Tally t = tileoverlap::tally_of(reinterpret_cast<const int*>(counts), num_ranks, rank, num_experts);
-    return py::make_tuple(t.all_can_overlap, t.num_rows, t.num_sent, t.num_received, t.own_sent, t.own_received,
-                          t.own_rows, t.remote_routes, t.remote_sends, t.most_received, t.most_arriving,
-                          t.most_sent_away, t.most_routed_away, t.most_routed, t.expert_counts);
+// The counts on the host, and when they are there.
+struct Arrival {
+    const int* host_counts;
+    const uint32_t* host_ready;
+    const TileOverlapFailure* host_failure;
+    uint32_t ready_before;
+    float limit_s;
+    // How rows shall return: 1 as sums, 0 as rows, -1 as sums where those are so many times fewer.
+    int sums;
+    float sums_below;
+    int64_t most_records;  // what half of the receive buffer holds
+};
+
+struct ArrivalAndPlacement : Arrival, tileoverlap::Placement {};
+
+// Waits for the counts and says where this rank's rows go as soon as they are there: the device has nothing else to do.
+// Returns None if they did not come in time; otherwise whether rows return as sums, whether there was room for the
+// records, and the tally.
+py::object wait_and_place(const tileoverlap::Exchange& all, const tileoverlap::Channel& records, Address stream,
+                          ArrivalAndPlacement& given) {
+    tileoverlap::Tally t;
+    bool in_time, is_placed = false;
+    int error = 0;
+    {
+        py::gil_scoped_release others_may_run;
+        in_time = wait_for_change(given.host_ready, given.ready_before, given.limit_s);
+        if (in_time) {
+            t = tileoverlap::tally_of(given.host_counts, all.num_ranks, all.rank, all.num_experts);
+            given.returns_sums = given.sums >= 0 ? given.sums : t.remote_sends < given.sums_below * t.remote_routes;
+            // After a failure counts mean nothing, and the caller raises.
+            is_placed = t.most_received <= given.most_records && !given.host_failure->kind;
+            if (is_placed) error = place(all, records, given, reinterpret_cast<cudaStream_t>(stream));
+        }
+    }
+    check(error, "wait_and_place");
+    if (!in_time) return py::none();
+    return py::make_tuple(given.returns_sums, is_placed,
+                          py::make_tuple(t.all_can_overlap, t.num_rows, t.num_sent, t.num_received, t.own_sent,
+                                         t.own_received, t.own_rows, t.remote_routes, t.remote_sends, t.most_received,
+                                         t.most_arriving, t.most_sent_away, t.most_routed_away, t.most_routed,
+                                         t.expert_counts));
 }
 
 using Tilings = std::vector<TileOverlapTiling*>;
@@ -199,10 +240,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         module, "count", count,
         {FIELD(experts), FIELD(word), FIELD(block_counts), FIELD(peer_counts), FIELD(stride), FIELD(peer_ready),
          FIELD(ready), FIELD(bases), FIELD(host_counts), FIELD(host_failure), FIELD(host_ready)});
-    module.def("wait_for_change", wait_for_change, py::call_guard<py::gil_scoped_release>(), py::kw_only(),
-               py::arg("word"), py::arg("old_value"), py::arg("limit_s"));
-    module.def("tally", tally, py::kw_only(), py::arg("counts"), py::arg("num_ranks"), py::arg("rank"),
-               py::arg("num_experts"));
+    const Fields<ArrivalAndPlacement> arrival =
+        with(placed_fields<ArrivalAndPlacement>(), {FIELD(host_counts), FIELD(host_ready), FIELD(host_failure),
+                                                    FIELD(ready_before), FIELD(limit_s), FIELD(sums),
+                                                    FIELD(sums_below), FIELD(most_records)});
+    module.def("wait_and_place", [arrival](const Exchange& all, const Channel& records, Address stream,
+                                           const py::kwargs& values) {
+        ArrivalAndPlacement arguments = filled("wait_and_place", arrival, values);
+        return wait_and_place(all, records, stream, arguments);
+    });
+    StageOf<Exchange, Channel>::define<Placement>(module, "place", place,
+                                                  with(placed_fields<Placement>(), {FIELD(returns_sums)}));
     auto tiling = define_struct<TileOverlapTiling>(
         module, "Tiling",
         {FIELD(n), FIELD(row_bytes), FIELD(aligns_owners), FIELD(bands_per_segment), FIELD(panel_tiles),
@@ -219,16 +267,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return num_words;
         },
         "Gives each tiling's lists offsets one after the other, from so many words on; returns where they end.");
-    const Fields<Layout> layout = {FIELD(experts), FIELD(weights), FIELD(block_counts), FIELD(bases),
-                                   FIELD(returns_sums), FIELD(num_received), FIELD(sent_tokens), FIELD(choice_slots),
-                                   FIELD(token_slots), FIELD(slots), FIELD(choice_rows), FIELD(row_sources),
-                                   FIELD(row_weights), FIELD(row_offsets)};
-    module.def("place_and_receive", [layout](const Exchange& all, const Channel& records, const Tilings& tilings,
-                                             Address words, Address stream, const py::kwargs& values) {
-        Layout arguments = filled("place_and_receive", layout, values);
+    const Fields<Receipt> receipt = {FIELD(num_received), FIELD(choice_rows), FIELD(row_sources), FIELD(row_weights),
+                                     FIELD(row_offsets)};
+    module.def("schedule_and_receive", [receipt](const Exchange& all, const Channel& records, const Tilings& tilings,
+                                                 Address words, Address stream, const py::kwargs& values) {
+        Receipt arguments = filled("schedule_and_receive", receipt, values);
         TileOverlapSchedule schedule = schedule_of(all, tilings, words);
-        launch("place_and_receive", [&] {
-            return place_and_receive(all, records, arguments, schedule, reinterpret_cast<cudaStream_t>(stream));
+        launch("schedule_and_receive", [&] {
+            return schedule_and_receive(all, records, schedule, arguments, reinterpret_cast<cudaStream_t>(stream));
         });
     });
     module.def("schedule", [](const Exchange& all, const Tilings& tilings, Address words, Address stream) {

@@ -48,12 +48,18 @@ struct Return : TileOverlapGemm {
     int sums, comm_sms;  // couriers are warps of the GEMM, or have SMs of their own, which the caller starts
 };
 
-struct Layout {
+// Where this rank's routes go: tensors of T tokens and k choices, see TileOverlapPlace.
+struct Placement {
     const int* experts;
     const float* weights;
     const int *block_counts, *bases;
-    int returns_sums, num_received;
+    int returns_sums;
     int *sent_tokens, *choice_slots, *token_slots, *slots;
+};
+
+// Where the routes that come here lead, see TileOverlapReceive.
+struct Receipt {
+    int num_received;
     int *choice_rows, *row_sources;
     float* row_weights;
     int* row_offsets;
@@ -238,25 +244,29 @@ inline int count(const Exchange& all, const Channel& records, const TileOverlapC
     return tileoverlap_count(&count, stream);
 }
 
-// Where every row goes, and the tiles of the GEMMs: these need only the counts, and are ordered while routes travel.
-inline int place_and_receive(const Exchange& all, const Channel& records, const Layout& layout,
-                             const TileOverlapSchedule& schedule, cudaStream_t stream) {
+// Tells every rank where its rows of this one go.
+inline int place(const Exchange& all, const Channel& records, const Placement& placement, cudaStream_t stream) {
     TileOverlapPlace place{};
     set_sending(place, all, records);
     SAME(place, all, num_tokens), SAME(place, all, num_choices), SAME(place, all, num_experts);
     SAME(place, all, num_ranks), SAME(place, all, rank);
-    SAME(place, layout, experts), SAME(place, layout, weights), SAME(place, layout, block_counts);
-    SAME(place, layout, bases), SAME(place, layout, returns_sums), SAME(place, layout, sent_tokens);
-    SAME(place, layout, choice_slots), SAME(place, layout, token_slots), SAME(place, layout, slots);
-    if (int error = tileoverlap_place(&place, stream)) return error;
+    SAME(place, placement, experts), SAME(place, placement, weights), SAME(place, placement, block_counts);
+    SAME(place, placement, bases), SAME(place, placement, returns_sums), SAME(place, placement, sent_tokens);
+    SAME(place, placement, choice_slots), SAME(place, placement, token_slots), SAME(place, placement, slots);
+    return tileoverlap_place(&place, stream);
+}
+
+// The tiles of the GEMMs, which need only the counts, while routes travel; then where what comes here goes.
+inline int schedule_and_receive(const Exchange& all, const Channel& records, const TileOverlapSchedule& schedule,
+                                const Receipt& receipt, cudaStream_t stream) {
     if (schedule.num_tilings)
         if (int error = tileoverlap_schedule(&schedule, stream)) return error;
     TileOverlapReceive receive{};
     set_receiving(receive, all, records);
     SAME(receive, all, counts), SAME(receive, all, num_choices), SAME(receive, all, num_ranks);
     SAME(receive, all, num_experts), SAME(receive, all, rank);
-    SAME(receive, layout, num_received), SAME(receive, layout, choice_rows), SAME(receive, layout, row_sources);
-    SAME(receive, layout, row_weights), SAME(receive, layout, row_offsets);
+    SAME(receive, receipt, num_received), SAME(receive, receipt, choice_rows), SAME(receive, receipt, row_sources);
+    SAME(receive, receipt, row_weights), SAME(receive, receipt, row_offsets);
     return tileoverlap_receive(&receive, stream);
 }
 #undef SAME
