@@ -1,0 +1,164 @@
+"""Checks around ``engine.load_checkpoint``, so that it loads what it should or says, on every rank, what is wrong.
+
+Before anything is loaded the files are looked through. Afterwards each expert's checksum is compared with its file's,
+and between the ranks that hold the same expert.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch import nn
+
+from .agreement import of_every_rank
+from .load_files import Files, unusual_dtypes
+from .model_experts import checksum, layers_of
+
+# So many faults are told at once.
+MOST_FAULTS = 20
+
+
+class LoadError(RuntimeError):
+    """A checkpoint cannot be loaded, or was not loaded as it is; lists the faults that any rank found."""
+
+    def __init__(self, what: str, faults: list[str]):
+        faults = list(dict.fromkeys(faults))
+        rest = [f"and {len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
+        super().__init__("\n  ".join([what, *faults[:MOST_FAULTS], *rest]))
+
+
+@dataclass
+class _Loaded:
+    """What a rank tells the others after it has loaded.
+
+    Attributes:
+        faults: what went wrong.
+        sums: (layer, expert, the first of the ranks that hold it) -> checksum.
+    """
+
+    faults: list[str] = field(default_factory=list)
+    sums: dict[tuple[str, int, int], int] = field(default_factory=dict)
+
+
+class LoadCheck:
+    """Checks one call of ``engine.load_checkpoint``; every rank makes one and calls :meth:`before`, then :meth:`after`.
+
+    Args:
+        call: all arguments of ``load_checkpoint``.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, call: dict[str, Any]):
+        self._engine, self._call = engine, call
+        self._layers = layers_of(engine.module)
+        latest = Path(call["load_dir"]) / "latest"
+        tag = call["tag"] or (latest.read_text().strip() if latest.is_file() else None)
+        self._folder = Path(call["load_dir"]) / str(tag)
+        self._is_there = tag is not None and self._folder.is_dir()
+        self._file_sums: dict[tuple[str, int], int] = {}
+        self._have_sums = False
+
+    def before(self) -> None:
+        """Looks through the files that this rank will load, where they are DeepSpeed's plain ones.
+
+        Only where the caller wants them to match the model: with ``load_module_strict`` and no ``custom_load_fn``.
+
+        Raises:
+            LoadError: a file is missing, extra, unreadable, of another expert or ep_size, or a tensor in it is missing,
+                extra, of another shape or dtype, or not finite. Nothing has been loaded.
+        """
+        files = Files(self._engine, self._folder)
+        if self._is_there and self._is_plain() and files.have_experts():
+            files.look_at_model(self._layers)
+            wants_optimizer = self._call["load_optimizer_states"] and not self._call["load_module_only"]
+            if wants_optimizer and self._engine.optimizer is not None:
+                files.look_at_optimizer()
+        told = of_every_rank((self._is_there, files.faults, files.dtypes, bool(files.sums)))
+        absent = [rank for rank, (is_there, *_) in enumerate(told) if not is_there]
+        faults = [f"ranks {absent}: no such folder, which other ranks have"] if 0 < len(absent) < len(told) else []
+        faults += [fault for _, found, *_ in told for fault in found]
+        faults += unusual_dtypes([dtypes for _, _, dtypes, _ in told])
+        if faults:
+            raise LoadError(f"the checkpoint {self._folder} cannot be loaded; nothing was:", faults)
+        self._file_sums, self._have_sums = files.sums, any(has_sums for *_, has_sums in told)
+
+    def after(self, failure: Exception | None) -> None:
+        """Compares what was loaded with the files, and between ranks.
+
+        Args:
+            failure: what ``load_checkpoint`` raised on this rank.
+
+        Raises:
+            Exception: ``failure``.
+            LoadError: another rank failed; an expert differs from its file or between the ranks that hold it; or a
+                parameter differs from the optimizer's own copy of it.
+        """
+        if failure is not None and self._loads_together():
+            raise failure  # The others wait for this rank, but in an exchange of DeepSpeed's.
+        told = _Loaded([f"{type(failure).__name__}: {failure}"] if failure else [])
+        if failure is None:
+            told.sums = self._sums()
+            told.faults += [*self._unlike_files(told.sums), *_unlike_copies(self._engine.module)]
+        everyone = of_every_rank(told)
+        if failure is not None:
+            raise failure
+        faults = [f"rank {rank}: {fault}" for rank, other in enumerate(everyone) for fault in other.faults]
+        faults += _unlike_replicas(everyone)
+        if faults:
+            raise LoadError(f"the checkpoint {self._folder} was not loaded as it is:", faults)
+
+    def _is_plain(self) -> bool:
+        engine, call = self._engine, self._call
+        return (
+            call["load_module_strict"]
+            and call["custom_load_fn"] is None
+            and type(engine.checkpoint_engine) is TorchCheckpointEngine
+            and not engine.load_universal_checkpoint()
+        )
+
+    def _loads_together(self) -> bool:
+        """Whether ranks exchange something while they load."""
+        return self._engine.zero_optimization_partition_weights() or isinstance(self._engine.optimizer, BF16_Optimizer)
+
+    def _sums(self) -> dict[tuple[str, int, int], int]:
+        """Checksums of this rank's experts; where ZeRO-3 has cut them, only if there are files to compare them with."""
+        sums = {}
+        for layer in self._layers:
+            if self._have_sums or not layer.is_cut():
+                with layer.whole():
+                    for number, tensors in layer.experts().items():
+                        sums[layer.name, number, layer.replicas[0]] = checksum(tensors.values())
+        return sums
+
+    def _unlike_files(self, sums: dict[tuple[str, int, int], int]) -> Iterator[str]:
+        for (layer, number, _), got in sums.items():
+            expected = self._file_sums.get((layer, number), got)
+            if got != expected:
+                yield f"layer '{layer}', expert {number}: got checksum {got:#018x}, its file has {expected:#018x}"
+
+
+def _unlike_replicas(everyone: list[_Loaded]) -> Iterator[str]:
+    """What should be the same expert on several ranks, and is not."""
+    holders = defaultdict(dict)
+    for rank, loaded in enumerate(everyone):
+        for expert, value in loaded.sums.items():
+            holders[expert].setdefault(value, []).append(rank)
+    for (layer, number, _), ranks_of in holders.items():
+        if len(ranks_of) > 1:
+            found = ", ".join(f"{value:#018x} on ranks {ranks}" for value, ranks in ranks_of.items())
+            yield f"layer '{layer}', expert {number}: ranks that hold it differ, got checksums {found}"
+
+
+def _unlike_copies(model: nn.Module) -> Iterator[str]:
+    """Parameters that the next step would replace by another state: ZeRO 1 and 2 train copies of their own."""
+    for name, parameter in model.named_parameters():
+        copy = getattr(parameter, "_hp_mapping", None)
+        if copy is not None and not torch.equal(copy.lp_fragment, copy.hp_fragment.to(copy.lp_fragment)):
+            yield f"parameter '{name}': the optimizer's copy of it differs from the model's"
