@@ -63,7 +63,6 @@ class LoadCheck:
         self._folder = Path(call["load_dir"]) / str(tag)
         self._is_there = tag is not None and self._folder.is_dir()
         self._file_sums: dict[tuple[str, int], int] = {}
-        self._have_sums = False
 
     def before(self) -> None:
         """Looks through the files that this rank will load, where they are DeepSpeed's plain ones.
@@ -75,19 +74,18 @@ class LoadCheck:
                 extra, of another shape or dtype, or not finite. Nothing has been loaded.
         """
         files = Files(self._engine, self._folder)
-        if self._is_there and self._is_plain() and files.have_experts():
+        if self._is_there and self._is_plain():
             files.look_at_model(self._layers)
-            wants_optimizer = self._call["load_optimizer_states"] and not self._call["load_module_only"]
-            if wants_optimizer and self._engine.optimizer is not None:
+            if self._loads_optimizer():
                 files.look_at_optimizer()
-        told = of_every_rank((self._is_there, files.faults, files.dtypes, bool(files.sums)))
+        told = of_every_rank((self._is_there, files.faults, files.dtypes))
         absent = [rank for rank, (is_there, *_) in enumerate(told) if not is_there]
         faults = [f"ranks {absent}: no such folder, which other ranks have"] if 0 < len(absent) < len(told) else []
-        faults += [fault for _, found, *_ in told for fault in found]
-        faults += unusual_dtypes([dtypes for _, _, dtypes, _ in told])
+        faults += [fault for _, found, _ in told for fault in found]
+        faults += unusual_dtypes([dtypes for *_, dtypes in told])
         if faults:
             raise LoadError(f"the checkpoint {self._folder} cannot be loaded; nothing was:", faults)
-        self._file_sums, self._have_sums = files.sums, any(has_sums for *_, has_sums in told)
+        self._file_sums = files.sums
 
     def after(self, failure: Exception | None) -> None:
         """Compares what was loaded with the files, and between ranks.
@@ -127,15 +125,19 @@ class LoadCheck:
         """Whether ranks exchange something while they load."""
         return self._engine.zero_optimization_partition_weights() or isinstance(self._engine.optimizer, BF16_Optimizer)
 
+    def _loads_optimizer(self) -> bool:
+        """Whether the optimizer's files are read: of ZeRO-3 always, which has the experts there."""
+        is_asked = self._call["load_optimizer_states"] and not self._call["load_module_only"]
+        engine = self._engine
+        return engine.optimizer is not None and (is_asked or engine.zero_optimization_partition_weights())
+
     def _sums(self) -> dict[tuple[str, int, int], int]:
-        """Checksums of this rank's experts; where ZeRO-3 has cut them, only if there are files to compare them with."""
-        sums = {}
-        for layer in self._layers:
-            if self._have_sums or not layer.is_cut():
-                with layer.whole():
-                    for number, tensors in layer.experts().items():
-                        sums[layer.name, number, layer.replicas[0]] = checksum(tensors.values())
-        return sums
+        """Checksums of this rank's experts; of none that ZeRO-3 has cut, which are nowhere whole."""
+        return {
+            (layer.name, number, layer.replicas[0]): checksum(tensors.values())
+            for layer in self._layers
+            for number, tensors in layer.experts().items()
+        }
 
     def _unlike_files(self, sums: dict[tuple[str, int, int], int]) -> Iterator[str]:
         for (layer, number, _), got in sums.items():
@@ -156,9 +158,11 @@ def _unlike_replicas(everyone: list[_Loaded]) -> Iterator[str]:
             yield f"layer '{layer}', expert {number}: ranks that hold it differ, got checksums {found}"
 
 
-def _unlike_copies(model: nn.Module) -> Iterator[str]:
-    """Parameters that the next step would replace by another state: ZeRO 1 and 2 train copies of their own."""
+def _unlike_copies(model: nn.Module) -> list[str]:
+    """Parameters that the next step would take from another state: ZeRO 1 and 2 train copies of their own."""
+    unlike = []
     for name, parameter in model.named_parameters():
         copy = getattr(parameter, "_hp_mapping", None)
         if copy is not None and not torch.equal(copy.lp_fragment, copy.hp_fragment.to(copy.lp_fragment)):
-            yield f"parameter '{name}': the optimizer's copy of it differs from the model's"
+            unlike.append(name)
+    return [f"the optimizer's own copies of {len(unlike)} parameters differ, first of '{unlike[0]}'"] if unlike else []

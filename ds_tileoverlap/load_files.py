@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, PARAM_ALIGNMENT_PADDINGS, SINGLE_PARTITION_OF_FP32_GROUPS
 from deepspeed.utils import groups
 
 from .ckpt.checkpoint import DEEPSPEED, Checkpoint
@@ -17,7 +18,8 @@ from .ckpt.files import count_nonfinite, load
 from .model_experts import Layer, checksum
 
 _EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_\d+_model_states\.pt")
-_EXPERT_OPTIMIZER = "expp_rank_*_mp_rank_{:02d}_optim_states.pt"
+# ZeRO's own copies of the weights, by stage.
+_COPIES = SINGLE_PARTITION_OF_FP32_GROUPS, FP32_FLAT_GROUPS
 _MODEL_ONLY = "weights alone load at any ep_size and number of ranks: load_module_only=True"
 
 
@@ -38,14 +40,17 @@ class Files:
         self.sums: dict[tuple[str, int], int] = {}
         self.dtypes: dict[tuple[str, torch.dtype], list] = {}
 
-    def have_experts(self) -> bool:
-        """Whether there is a file for each expert; ZeRO-3 saves experts in its own."""
-        return not self._engine.zero_optimization_partition_weights() or any(map(_numbers, self._folder.iterdir()))
-
     def look_at_model(self, layers: list[Layer]) -> None:
-        state = self._content(self._engine._get_ckpt_name(*self._place))
+        file = self._engine._get_ckpt_name(*self._place)
+        if not (state := self._content(file)):
+            return
+        parameters = {name for name, _ in self._engine.module.named_parameters()}
+        module = state["module"] if isinstance(state.get("module"), dict) else {}
+        self.faults += _not_finite(file, {name: value for name, value in module.items() if name in parameters})
+        if self._engine.zero_optimization_partition_weights():
+            self.faults += _other_experts(file, state.get("ds_autoep_layers") or [], layers)
         # An old checkpoint's files do not tell layers apart; DeepSpeed reads them in another way.
-        if state and isinstance(state.get("num_experts"), list):
+        elif isinstance(state.get("num_experts"), list):
             for layer in layers:
                 for number, tensors in layer.experts().items():
                     self._look_at_expert(layer, number, tensors)
@@ -55,22 +60,30 @@ class Files:
         engine = self._engine
         if engine.zero_elastic_checkpoint():
             return  # Each rank then reads the files of all.
-        if engine.zero_optimization():
-            file = Path(engine._get_zero_ckpt_name(*self._place))
-            old = file.with_name(file.name.replace("_optim_states", "optim_states"))
-            state = self._content(old if old.is_file() and not file.is_file() else file, _MODEL_ONLY)
-            self.faults += _other_sizes(file, state.get("optimizer_state_dict", {}), engine.optimizer)
+        if not engine.zero_optimization():
+            self._look_at_expert_optimizer(engine)
             return
+        file = Path(engine._get_zero_ckpt_name(*self._place))
+        old = file.with_name(file.name.replace("_optim_states", "optim_states"))
+        file = old if old.is_file() and not file.is_file() else file
+        hint = "" if engine.zero_optimization_partition_weights() else _MODEL_ONLY
+        state = self._content(file, hint).get("optimizer_state_dict", {})
+        for name in _COPIES:
+            groups_of = state.get(name) if isinstance(state.get(name), list) else []
+            self.faults += _not_finite(file, {f"{name}[{i}]": value for i, value in enumerate(groups_of)})
+        self.faults += _other_parameters(file, state, engine.optimizer)
+
+    def _look_at_expert_optimizer(self, engine: DeepSpeedEngine) -> None:
+        """Without ZeRO there is one file for each rank of the largest expert-parallel group."""
         name = groups._get_max_expert_size_name()
-        files = list(self._folder.glob(_EXPERT_OPTIMIZER.format(engine.checkpoint_mp_rank)))
-        if files and len(files) != (expected := groups._get_expert_parallel_world_size(name)):
-            self.faults.append(
-                f"{self._folder}: got optimizer state of ep_size {len(files)}, expected {expected} ({_MODEL_ONLY})"
-            )
+        files = list(self._folder.glob(f"expp_rank_*_mp_rank_{engine.checkpoint_mp_rank:02d}_optim_states.pt"))
+        expected = groups._get_expert_parallel_world_size(name)
+        if files and len(files) != expected:
+            got = f"got optimizer state of ep_size {len(files)}"
+            self.faults.append(f"{self._folder}: {got}, expected {expected} ({_MODEL_ONLY})")
             return
-        self._content(
-            engine._get_optimizer_ckpt_name(*self._place, groups._get_expert_parallel_rank(name)), _MODEL_ONLY
-        )
+        rank = groups._get_expert_parallel_rank(name)
+        self._content(engine._get_optimizer_ckpt_name(*self._place, rank), _MODEL_ONLY)
 
     def _content(self, file: str | Path, hint: str = "") -> dict[str, Any]:
         known = len(self.faults)
@@ -133,7 +146,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _unlike(file: str, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[str]:
-    """How an expert's file differs from the expert in the model, and which of its values no weight should have."""
+    """How an expert's file differs from the expert in the model, and what no weight should be."""
     state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     for key in tensors.keys() - state.keys():
         yield f"{file}: {key}: missing, expected shape {list(tensors[key].shape)}"
@@ -142,15 +155,27 @@ def _unlike(file: str, state: dict[str, Any], tensors: dict[str, torch.Tensor]) 
             yield f"{file}: {key}: extra, expected {', '.join(sorted(tensors))}"
         elif value.shape != tensors[key].shape:
             yield f"{file}: {key}: got shape {list(value.shape)}, expected {list(tensors[key].shape)}"
-        elif count := count_nonfinite(value):
+    yield from _not_finite(file, state)
+
+
+def _not_finite(file: str | Path, tensors: dict[str, Any]) -> Iterator[str]:
+    for key, value in tensors.items():
+        if isinstance(value, torch.Tensor) and (count := count_nonfinite(value)):
             yield f"{file}: {key}: got {count} NaN or inf, expected finite values"
 
 
-def _other_sizes(file: Path, state: dict[str, Any], optimizer: Any) -> Iterator[str]:
-    """What DeepSpeed would cut or fill up: this rank's share of ZeRO's own copies, of other parameters than now."""
-    saved = state.get("single_partition_of_fp32_groups")
-    if isinstance(saved, list) and hasattr(optimizer, "_get_groups_without_padding"):
-        own = optimizer._get_groups_without_padding(optimizer.single_partition_of_fp32_groups)
-        got, expected = ([group.numel() for group in groups] for groups in (saved, own))
+def _other_experts(file: str, entries: list[dict[str, Any]], layers: list[Layer]) -> Iterator[str]:
+    """Layers whose experts, which ZeRO-3 has cut, are not those that this rank holds."""
+    for entry, layer in zip(entries, layers):
+        got = range(entry["global_expert_start"], entry["global_expert_end"])
+        expected = range(layer.first, layer.first + layer.module.num_local_experts)
         if got != expected:
-            yield f"{file}: got optimizer state of {got} parameters in its groups, expected {expected} ({_MODEL_ONLY})"
+            yield f"{file}: layer '{layer.name}': got experts {[*got]}, expected {[*expected]} on this rank"
+
+
+def _other_parameters(file: Path, state: dict[str, Any], optimizer: Any) -> Iterator[str]:
+    """Whether ZeRO's state is of other parameters than this rank's; as many values, it may be, of another ep_size."""
+    saved, own = state.get(PARAM_ALIGNMENT_PADDINGS), getattr(optimizer, "round_robin_bit16_padding", None)
+    if None not in (saved, own) and saved != own:
+        got, expected = (sum(map(len, groups)) for groups in (saved, own))
+        yield f"{file}: got optimizer state of {got} parameters, expected this rank's {expected} ({_MODEL_ONLY})"

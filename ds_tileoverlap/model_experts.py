@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups
 from torch import nn
 
@@ -35,34 +33,19 @@ class Layer:
     replicas: tuple[int, ...]
 
     def experts(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Number of each local expert -> name in its file -> tensor; on ``meta`` where ZeRO-3 has cut it."""
+        """Number of each local expert -> name in its file -> tensor; nothing where ZeRO-3 has cut the parameters."""
         found = defaultdict(dict)
-        if not isinstance(self.module, MoE):
+        if isinstance(self.module, MoE):
+            for key, value in self.module.state_dict().items():
+                if key.startswith(_NATIVE):
+                    local, _, rest = key.removeprefix(_NATIVE).partition(".")
+                    number = self.first + int(local)
+                    found[number][f"{self.name}.{_NATIVE}{number}.{rest}"] = value
+        elif not any(hasattr(parameter, "ds_id") for parameter in self.module.experts.parameters()):
             for name in ("w1", "w2", "w3"):
-                for number, value in enumerate(_uncut(getattr(self.module.experts, name)), self.first):
+                for number, value in enumerate(getattr(self.module.experts, name).detach(), self.first):
                     found[number][f"{self.name}.experts.{name}.{number}"] = value
-            return found
-        for key, value in self.module.state_dict().items():
-            if key.startswith(_NATIVE):
-                local, _, rest = key.removeprefix(_NATIVE).partition(".")
-                number = self.first + int(local)
-                found[number][f"{self.name}.{_NATIVE}{number}.{rest}"] = value
         return found
-
-    def is_cut(self) -> bool:
-        """Whether ZeRO-3 has cut the experts' parameters."""
-        return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
-
-    def whole(self) -> AbstractContextManager:
-        """Within it ZeRO-3 brings the experts together, on all ranks that share them."""
-        is_cut = self.is_cut()
-        return GatheredParameters(list(self.module.experts.parameters()) if is_cut else [], enabled=is_cut)
-
-
-def _uncut(parameter: nn.Parameter) -> torch.Tensor:
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    is_whole = parameter.shape == shape
-    return parameter.detach() if is_whole else torch.empty(shape, dtype=parameter.dtype, device="meta")
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
