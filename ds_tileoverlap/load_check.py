@@ -24,6 +24,8 @@ from .model_experts import checksum, layers_of
 
 # So many faults are told at once.
 MOST_FAULTS = 20
+# An optimizer's state that has its parameter's shape.
+_LIKE_PARAMETER = "exp_avg", "exp_avg_sq", "momentum_buffer"
 
 
 class LoadError(RuntimeError):
@@ -96,7 +98,7 @@ class LoadCheck:
         Raises:
             Exception: ``failure``.
             LoadError: another rank failed; an expert differs from its file or between the ranks that hold it; or a
-                parameter differs from the optimizer's own copy of it.
+                parameter differs from the optimizer's own copy of it, or in shape from its state.
         """
         if failure is not None and self._loads_together():
             raise failure  # The others wait for this rank, but in an exchange of DeepSpeed's.
@@ -104,6 +106,7 @@ class LoadCheck:
         if failure is None:
             told.sums = self._sums()
             told.faults += [*self._unlike_files(told.sums), *_unlike_copies(self._engine.module)]
+            told.faults += _unlike_shapes(self._engine.optimizer)
         everyone = of_every_rank(told)
         if failure is not None:
             raise failure
@@ -166,3 +169,14 @@ def _unlike_copies(model: nn.Module) -> list[str]:
         if copy is not None and not torch.equal(copy.lp_fragment, copy.hp_fragment.to(copy.lp_fragment)):
             unlike.append(name)
     return [f"the optimizer's own copies of {len(unlike)} parameters differ, first of '{unlike[0]}'"] if unlike else []
+
+
+def _unlike_shapes(optimizer: Any) -> list[str]:
+    """State that torch's optimizers take from another ep_size, and fail with at the next step."""
+    shapes = {
+        (tuple(value.shape), tuple(parameter.shape)): name
+        for parameter, values in getattr(optimizer, "state", {}).items()
+        for name, value in (values.items() if isinstance(values, dict) else ())
+        if name in _LIKE_PARAMETER and isinstance(value, torch.Tensor) and value.shape != parameter.shape
+    }
+    return [f"got optimizer state of shape {list(a)} ({name}), expected {list(b)}" for (a, b), name in shapes.items()]

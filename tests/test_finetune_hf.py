@@ -16,7 +16,8 @@ from models import assert_close
 from options import UsageError
 from test_autoep import batch, model_of
 
-from ds_tileoverlap.hf_export import save_pretrained
+from ds_tileoverlap.hf_export import hf_state_dict, save_pretrained
+from ds_tileoverlap.load_check import LoadError
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -37,13 +38,17 @@ def folder_of(family, path, dtype=torch.float32):
     return str(path)
 
 
+def experts_on(ep_size, enabled):
+    return {"enabled": True, "autoep_size": ep_size, **({} if enabled else FOR_PEFT)}
+
+
 def engine_of(model, enabled=True, zero=0, **config):
     """An engine that trains the model with AdamW, its experts on two ranks."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
-        "expert_parallel": {"enabled": True, "autoep_size": 2, **({} if enabled else FOR_PEFT)},
+        "expert_parallel": experts_on(2, enabled),
         "tile_overlap": {"enabled": enabled},
         "steps_per_print": 10**9,
         **config,
@@ -199,6 +204,25 @@ def _resume(folder, build, zero, saved_by_us, loaded_by_us):
 )
 def test_resume_equals_an_uninterrupted_run(two_ranks, tmp_path, build, zero, saved_by_us, loaded_by_us):
     two_ranks(_resume, str(tmp_path), build, zero, saved_by_us, loaded_by_us)
+
+
+def _other_ep_size(folder, ep_size, saved_by_us, loaded_by_us):
+    first = engine_of(_full(0), saved_by_us, expert_parallel=experts_on(ep_size, saved_by_us))
+    train(first, range(1))
+    first.save_checkpoint(folder)
+    second = engine_of(_full(1), loaded_by_us, expert_parallel=experts_on(3 - ep_size, loaded_by_us))
+    second.load_checkpoint(folder, load_module_only=True)
+    expected, got = hf_state_dict(first), hf_state_dict(second)
+    assert len(expected) == len(got) and all(torch.equal(got[name], value) for name, value in expected.items())
+    if loaded_by_us:
+        with pytest.raises(LoadError, match=r"got optimizer state of (ep_size|shape)"):
+            second.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("saved_by_us,loaded_by_us", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_weights_load_at_another_ep_size(two_ranks, tmp_path, ep_size, saved_by_us, loaded_by_us):
+    two_ranks(_other_ep_size, str(tmp_path), ep_size, saved_by_us, loaded_by_us)
 
 
 # --- LoRA
