@@ -88,7 +88,11 @@ def _teach_accelerate() -> None:
     def get_state_dict(self, model, *args: Any, **kwargs: Any):
         if not isinstance(model, TileEngine) or model.zero_optimization_partition_weights():
             return original(self, model, *args, **kwargs)
-        return whole_state_dict(model)
+        try:
+            return whole_state_dict(model)
+        except ValueError as error:
+            say(str(error))  # The Trainer then saves a checkpoint, and gives another reason.
+            raise
 
     get_state_dict.tile_overlap = True
     module.Accelerator.get_state_dict = get_state_dict

@@ -76,10 +76,10 @@ class LoadCheck:
                 extra, of another shape or dtype, or not finite. Nothing has been loaded.
         """
         files = Files(self._engine, self._folder)
-        if self._is_there and self._is_plain():
-            files.look_at_model(self._layers)
-            if self._loads_optimizer():
-                files.look_at_optimizer()
+        try:
+            self._look_at(files)
+        except Exception as error:  # noqa: BLE001 - the others wait to hear of it, whatever it is
+            files.faults.append(_words_of(error))
         told = of_every_rank((self._is_there, files.faults, files.dtypes))
         absent = [rank for rank, (is_there, *_) in enumerate(told) if not is_there]
         faults = [f"ranks {absent}: no such folder, which other ranks have"] if 0 < len(absent) < len(told) else []
@@ -102,18 +102,27 @@ class LoadCheck:
         """
         if failure is not None and self._loads_together():
             raise failure  # The others wait for this rank, but in an exchange of DeepSpeed's.
-        told = _Loaded([f"{type(failure).__name__}: {failure}"] if failure else [])
-        if failure is None:
-            told.sums = self._sums()
-            told.faults += [*self._unlike_files(told.sums), *_unlike_copies(self._engine.module)]
-            told.faults += _unlike_shapes(self._engine.optimizer)
-        everyone = of_every_rank(told)
+        everyone = of_every_rank(self._loaded() if failure is None else _Loaded([_words_of(failure)]))
         if failure is not None:
             raise failure
         faults = [f"rank {rank}: {fault}" for rank, other in enumerate(everyone) for fault in other.faults]
         faults += _unlike_replicas(everyone)
         if faults:
             raise LoadError(f"the checkpoint {self._folder} was not loaded as it is:", faults)
+
+    def _look_at(self, files: Files) -> None:
+        if self._is_there and self._is_plain():
+            files.look_at_model(self._layers)
+            if self._loads_optimizer():
+                files.look_at_optimizer()
+
+    def _loaded(self) -> _Loaded:
+        try:
+            sums, engine = self._sums(), self._engine
+            copies, shapes = _unlike_copies(engine.module), _unlike_shapes(engine.optimizer)
+            return _Loaded([*self._unlike_files(sums), *copies, *shapes], sums)
+        except Exception as error:  # noqa: BLE001 - as above
+            return _Loaded([_words_of(error)])
 
     def _is_plain(self) -> bool:
         engine, call = self._engine, self._call
@@ -147,6 +156,10 @@ class LoadCheck:
             expected = self._file_sums.get((layer, number), got)
             if got != expected:
                 yield f"layer '{layer}', expert {number}: got checksum {got:#018x}, its file has {expected:#018x}"
+
+
+def _words_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _unlike_replicas(everyone: list[_Loaded]) -> Iterator[str]:
