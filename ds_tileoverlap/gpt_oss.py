@@ -28,6 +28,7 @@ from .layer import LayerRuntime
 from .route import Routes
 from .stacked_experts import StackedExperts, of_all_ranks
 from .stages import Stages
+from .whole_model import copies_of, is_frozen
 
 
 class TileGptOssMLP(deepspeed_layer.MoE):
@@ -133,13 +134,14 @@ def all_experts(
     return join(gathered)
 
 
-def hf_state_dict(model: nn.Module) -> dict[str, torch.Tensor] | None:
+def hf_state_dict(model: nn.Module, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
     """The model's weights under transformers' names and in its layout, for ``save_pretrained(state_dict=...)``.
 
     Every rank calls it. One block at a time is gathered on the device; the result is on the CPU.
 
     Args:
         model: the model that was converted; under an engine, ``engine.module``.
+        exclude_frozen: leaves out the parameters that do not train.
 
     Returns:
         All weights on the first rank of each expert-parallel group, ``None`` on the others.
@@ -147,10 +149,12 @@ def hf_state_dict(model: nn.Module) -> dict[str, torch.Tensor] | None:
     blocks = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, TileGptOssMLP)}
     own_names = tuple(f"{name}deepspeed_moe." for name in blocks)
     is_first = all(dist.get_rank(group=block.deepspeed_moe.ep_group) == 0 for block in blocks.values())
-    state = {name: value.cpu() for name, value in model.state_dict().items() if not name.startswith(own_names)}
+    values = {name: v for name, v in model.state_dict(keep_vars=True).items() if not name.startswith(own_names)}
+    values = {name: value for name, value in values.items() if not (exclude_frozen and is_frozen(value))}
+    state = copies_of(values, lambda value: value.detach().cpu())
     for name, block in blocks.items():
         found = all_experts(block)
-        if is_first:
+        if is_first and not (exclude_frozen and all(map(is_frozen, block.local_experts.parameters()))):
             state |= {f"{name}experts.{key}": value.cpu() for key, value in found.items()}
     return state if is_first else None
 

@@ -16,8 +16,10 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import nn
 
 from . import gpt_oss
+from .agreement import on_rank_0
 from .autoep import PEFT_PREFIX, autoep_layers, is_peft
 from .stacked_experts import of_all_ranks
+from .whole_model import copies_of, is_frozen
 
 
 def save_pretrained(engine: DeepSpeedEngine, folder: str | os.PathLike) -> None:
@@ -30,41 +32,41 @@ def save_pretrained(engine: DeepSpeedEngine, folder: str | os.PathLike) -> None:
         ValueError: a tensor would be missing, left over or of another shape; says which. Nothing is written.
         RuntimeError: rank 0 could not write, on every rank.
     """
-    state, failure = hf_state_dict(engine), [None]
-    if dist.get_rank() == 0:
-        try:
-            engine.module.save_pretrained(folder, state_dict=state)
-        except Exception as error:  # the other ranks wait to hear of it, whatever it is
-            failure = [f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0]:
-        raise RuntimeError(f"rank 0 could not save the model to {folder}: {failure[0]}")
+    state = hf_state_dict(engine)
+    on_rank_0(lambda: engine.module.save_pretrained(folder, state_dict=state), f"save the model to {folder}")
 
 
-def hf_state_dict(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+def hf_state_dict(
+    engine: DeepSpeedEngine, whole: bool = False, exclude_frozen: bool = False
+) -> dict[str, torch.Tensor]:
     """The state that the model would have if nothing had converted it; only rank 0 needs it.
 
-    Of a peft model only what is not a routed expert's: those are never part of an adapter.
+    Args:
+        whole: a peft model's routed experts too, which are never part of an adapter.
+        exclude_frozen: leaves out the parameters that do not train.
 
     Raises:
         ValueError: see :func:`save_pretrained`.
     """
     model = engine.module
     has_adapters = is_peft(model)
-    if gpt_oss.is_gpt_oss(model) and not has_adapters:
-        return gpt_oss.hf_state_dict(model) or {}
+    if gpt_oss.is_gpt_oss(model) and (whole or not has_adapters):
+        state = gpt_oss.hf_state_dict(model, exclude_frozen) or {}
+        return state if dist.get_rank() == 0 else {}
     original = _skeleton(model.get_base_model() if has_adapters else model)
     layers = {name.removeprefix(PEFT_PREFIX): layer for name, layer in autoep_layers(model).items()}
     found = AutoEP(original, engine._config.expert_parallel_config).ep_parser() if layers else []
     specs = {spec.moe_module_name: spec for spec in found}
     _check(layers, specs)
     prefixes = tuple(f"{PEFT_PREFIX if has_adapters else ''}{name}." for name in layers)
-    values = model.state_dict(keep_vars=True).items()
-    state = {name: _copied(value) for name, value in values if not name.startswith(prefixes)}
+    values = {name: v for name, v in model.state_dict(keep_vars=True).items() if not name.startswith(prefixes)}
     for prefix, layer, spec in zip(prefixes, layers.values(), (specs[name] for name in layers)):
-        tensors = {**_renamed(layer, spec), **({} if has_adapters else _experts(layer, spec, original))}
-        state.update({prefix + name: value for name, value in tensors.items()})
-    if not has_adapters:
+        values.update({prefix + name: value for name, value in _renamed(layer, spec).items()})
+    state = copies_of({n: v for n, v in values.items() if not (exclude_frozen and is_frozen(v))}, _copied)
+    for prefix, layer, spec in zip(prefixes, layers.values(), (specs[name] for name in layers)):
+        if (whole or not has_adapters) and not (exclude_frozen and all(map(is_frozen, layer.experts.parameters()))):
+            state.update({prefix + name: value for name, value in _experts(layer, spec, original).items()})
+    if not has_adapters and not exclude_frozen:
         _check_names(state, original)
     return state if dist.get_rank() == 0 else {}
 
@@ -91,7 +93,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 
 def _renamed(layer: AutoEPMoELayer, spec: MoELayerSpec) -> dict[str, torch.Tensor]:
-    """The layer's tensors besides its routed experts, by the names that they had before AutoEP."""
+    """The layer's tensors besides its routed experts, by the names that they had before AutoEP; no copies."""
     bias_owner = spec.router_name if spec.e_score_correction_bias_path is None else spec.e_score_correction_bias_path
     old_names = {
         "router.gate.": f"{spec.router_name}.",
@@ -100,7 +102,7 @@ def _renamed(layer: AutoEPMoELayer, spec: MoELayerSpec) -> dict[str, torch.Tenso
         "shared_experts_gate.": f"{spec.shared_experts_gate_name}.",
     }
     return {
-        old + name.removeprefix(new): _copied(value)
+        old + name.removeprefix(new): value
         for name, value in layer.state_dict(keep_vars=True).items()
         for new, old in old_names.items()
         if name.startswith(new)

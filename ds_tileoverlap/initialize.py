@@ -13,7 +13,7 @@ import torch
 from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
-from . import versions
+from . import engine, versions
 from .config import BLOCK, TileOverlapConfig, parse
 from .layer import MoE, TileMOELayer, adopt, refusal, release
 from .log import say
@@ -44,8 +44,15 @@ def initialize(*args: Any, **kwargs: Any):
     if model is None or ds_config is None:
         return _deepspeed_initialize(*args, **kwargs)
     configure(model, ds_config)
+    result = _started(call, model, ds_config)
+    engine.adopt(result[0])
+    return result
+
+
+def _started(call: dict[str, Any], model: torch.nn.Module, ds_config: dict[str, Any]) -> tuple:
+    """What ``deepspeed.initialize`` returns, with the layers that AutoEP makes, or would make, converted."""
     if not _has_autoep(ds_config):
-        return _deepspeed_initialize(*args, **kwargs)
+        return _deepspeed_initialize(**call)
     versions.check_transformers()
     from . import autoep, gpt_oss  # transformers and DeepSpeed's private modules, for those alone who use AutoEP
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from deepspeed import comm
 from deepspeed.utils import groups
-from engines import EXPERTS, INNER, STOCK, batch, changes, engine_of, net_of, train, weights_of
+from engines import EXPERTS, INNER, STOCK, Net, batch, changes, engine_of, net_of, train, weights_of
 from models import assert_close
-from ranks import RankError, Ranks
 from torch import nn
 
 import ds_tileoverlap  # noqa: F401 - makes deepspeed.initialize read the block
@@ -83,24 +82,29 @@ def test_c14_expert_files(two_ranks, tmp_path, zero):
     assert all(torch.equal(value, torch.full_like(value, 2.0)) for value in state.values())
 
 
-@pytest.mark.parametrize("what", ["key", "file"])
-def test_c04_missing_expert_raises(tmp_path, what):
-    """The error leaves ranks that wait for each other behind, so they are this test's own."""
-    ranks = Ranks(2)
-    try:
-        ranks(_save_worker, str(tmp_path), 2, STOCK, 0, INNER)
-        ranks(_load_worker, str(tmp_path), 2, "sequential", 0)
-        path = tmp_path / "saved" / "layer_1_expert_3_mp_rank_00_model_states.pt"
-        if what == "key":
-            state = torch.load(path, weights_only=False)
-            del state["layers.1.deepspeed_moe.experts.deepspeed_experts.3.2.bias"]
-            torch.save(state, path)
-        else:
-            path.unlink()
-        with pytest.raises(RankError, match="deepspeed_experts.1.2.bias" if what == "key" else path.name):
-            ranks(_load_worker, str(tmp_path), 2, "sequential", 0)
-    finally:
-        ranks.close()
+def _save_16bit_worker(folder, zero, bf16):
+    """The head and one rank's first experts are frozen; what ranks hold is frozen or not, rank by rank."""
+    net = _numbered(2)
+    engine = engine_of(net, "sequential", zero, bf16={"enabled": bf16})
+    net.head.requires_grad_(False)
+    net.layers[0].deepspeed_moe.experts.deepspeed_experts[0].requires_grad_(comm.get_rank() == 0)
+    assert engine.save_16bit_model(folder) is True
+    assert engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True) is True
+    with pytest.raises(RuntimeError, match=r"rank 0 could not save the model to \S+/x: "):
+        engine.save_16bit_model(f"{folder}/trained.bin", "x")
+
+
+@pytest.mark.parametrize("zero,bf16", [(0, False), (2, True)])
+def test_save_16bit_model_writes_the_experts_of_all_ranks(two_ranks, tmp_path, zero, bf16):
+    two_ranks(_save_16bit_worker, str(tmp_path), zero, bf16)
+    state, trained = (torch.load(tmp_path / name, weights_only=True) for name in ("pytorch_model.bin", "trained.bin"))
+    Net(1, 2).load_state_dict(state)
+    for name, value in state.items():
+        if "experts" in name:
+            assert value.eq(int(name.split("experts.")[2].split(".")[0]) + 1).all()
+    assert {value.dtype for value in state.values()} == {torch.bfloat16 if bf16 else torch.float32}
+    frozen = {name for name in state if "head" in name or "layers.0.deepspeed_moe.experts.deepspeed_experts.2." in name}
+    assert trained.keys() == state.keys() - frozen
 
 
 def _resume_worker(folder, zero, saved, resumed):

@@ -9,13 +9,15 @@ import deepspeed
 import pytest
 import test_gpt_oss
 import torch
+from deepspeed import comm
 from deepspeed.utils import safe_get_full_grad
 from launched import ROOT, launcher, run
 from models import assert_close
 from options import UsageError
 from test_autoep import batch, model_of
 
-from ds_tileoverlap.hf_export import save_pretrained
+from ds_tileoverlap.hf_export import hf_state_dict, save_pretrained
+from ds_tileoverlap.load_check import LoadError
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -36,13 +38,17 @@ def folder_of(family, path, dtype=torch.float32):
     return str(path)
 
 
+def experts_on(ep_size, enabled):
+    return {"enabled": True, "autoep_size": ep_size, **({} if enabled else FOR_PEFT)}
+
+
 def engine_of(model, enabled=True, zero=0, **config):
     """An engine that trains the model with AdamW, its experts on two ranks."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
-        "expert_parallel": {"enabled": True, "autoep_size": 2, **({} if enabled else FOR_PEFT)},
+        "expert_parallel": experts_on(2, enabled),
         "tile_overlap": {"enabled": enabled},
         "steps_per_print": 10**9,
         **config,
@@ -109,6 +115,49 @@ def test_an_untrained_gpt_oss_comes_back_bitwise(two_ranks, tmp_path):
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
 
 
+def _save_16bit(folder, build, zero):
+    gathers = {"zero_optimization": {"stage": zero, "stage3_gather_16bit_weights_on_model_save": True}}
+    engine = build(0) if build is _gpt_oss else engine_of(build(0), **gathers)
+    assert engine.save_16bit_model(folder) is True
+    assert engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True) is True
+    if zero == 3:  # what transformers' Trainer asks for
+        state = engine._zero3_consolidated_16bit_state_dict()
+        assert (state is None) == (comm.get_rank() > 0)
+
+
+def _gpt_oss(seed):
+    model = test_gpt_oss.model_of()
+    model.lm_head.requires_grad_(False)
+    return test_gpt_oss.engine_of(model, 2)
+
+
+@pytest.mark.parametrize("case", ["full-0", "full-3", "lora-0", "lora-3", "gpt_oss"])
+def test_save_16bit_model_writes_the_model_as_it_was(two_ranks, tmp_path, case):
+    """Names and values of all weights; DeepSpeed itself writes rank 0's experts, and under ZeRO-3 nothing."""
+    kind, _, zero = case.partition("-")
+    build = {"full": _full, "lora": _lora, "gpt_oss": _gpt_oss}[kind]
+    two_ranks(_save_16bit, str(tmp_path), build, int(zero or 0))
+    model = test_gpt_oss.model_of() if kind == "gpt_oss" else build(0)
+    expected = model.state_dict()
+    got, trained = (torch.load(tmp_path / name, weights_only=True) for name in ("pytorch_model.bin", "trained.bin"))
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
+    left_out = {
+        "full": (),
+        "lora": expected.keys() - {n for n in expected if "lora_" in n},
+        "gpt_oss": {"lm_head.weight"},
+    }
+    assert trained.keys() == expected.keys() - left_out[kind]
+
+
+def _not_gathered(folder):
+    assert engine_of(_full(0), zero=3).save_16bit_model(folder) is False
+
+
+def test_save_16bit_model_heeds_the_flag_of_zero_3(two_ranks, tmp_path):
+    two_ranks(_not_gathered, str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
 # --- checkpoints in mid-training
 
 
@@ -150,9 +199,30 @@ def _resume(folder, build, zero, saved_by_us, loaded_by_us):
 
 
 @pytest.mark.parametrize("saved_by_us,loaded_by_us", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("build,zero", [(_full, 0), (_full, 2), (_lora, 0)], ids=["full-0", "full-2", "lora-0"])
+@pytest.mark.parametrize(
+    "build,zero", [(_full, 0), (_full, 1), (_full, 2), (_full, 3), (_lora, 0)], ids=lambda v: getattr(v, "__name__", v)
+)
 def test_resume_equals_an_uninterrupted_run(two_ranks, tmp_path, build, zero, saved_by_us, loaded_by_us):
     two_ranks(_resume, str(tmp_path), build, zero, saved_by_us, loaded_by_us)
+
+
+def _other_ep_size(folder, ep_size, saved_by_us, loaded_by_us):
+    first = engine_of(_full(0), saved_by_us, expert_parallel=experts_on(ep_size, saved_by_us))
+    train(first, range(1))
+    first.save_checkpoint(folder)
+    second = engine_of(_full(1), loaded_by_us, expert_parallel=experts_on(3 - ep_size, loaded_by_us))
+    second.load_checkpoint(folder, load_module_only=True)
+    expected, got = hf_state_dict(first), hf_state_dict(second)
+    assert len(expected) == len(got) and all(torch.equal(got[name], value) for name, value in expected.items())
+    if loaded_by_us:
+        with pytest.raises(LoadError, match=r"got optimizer state of (ep_size|shape)"):
+            second.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("saved_by_us,loaded_by_us", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_weights_load_at_another_ep_size(two_ranks, tmp_path, ep_size, saved_by_us, loaded_by_us):
+    two_ranks(_other_ep_size, str(tmp_path), ep_size, saved_by_us, loaded_by_us)
 
 
 # --- LoRA
@@ -206,6 +276,7 @@ losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entr
 pathlib.Path(f"found{args.process_index}.json").write_text(json.dumps([*layers, losses]))
 from ds_tileoverlap.hf_export import save_pretrained
 save_pretrained(trainer.model_wrapped, "saved")
+trainer.save_model("by_trainer")
 torch.distributed.destroy_process_group()
 """
 
@@ -237,8 +308,10 @@ def test_trainer_reads_the_block(tmp_path):
     for through in ("import", "launcher"):
         kind, losses = _trained(tmp_path, True, through)
         assert kind == OURS and losses == pytest.approx(expected, abs=1e-4)
-    source, saved = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "saved"))
+    folders = ("source", "saved", "by_trainer")
+    source, saved, by_trainer = (load_file(tmp_path / folder / "model.safetensors") for folder in folders)
     assert source.keys() == saved.keys() and not any(torch.equal(source[name], saved[name]) for name in source)
+    assert saved.keys() == by_trainer.keys() and all(torch.equal(saved[name], by_trainer[name]) for name in saved)
 
 
 # --- the example

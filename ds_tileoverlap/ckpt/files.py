@@ -102,6 +102,9 @@ def count_nonfinite(value: torch.Tensor) -> int:
     if not value.is_floating_point():
         return 0
     value = value.float() if value.dtype.itemsize == 1 else value
+    # One such value makes the sum so; where the sum alone overflows, they are counted, too.
+    if value.sum(dtype=torch.promote_types(value.dtype, torch.float32)).isfinite():
+        return 0
     return value.numel() - int(value.isfinite().sum())
 
 
