@@ -120,7 +120,10 @@ class Pool:
         left: counters of what is left to do in the current use of a channel.
         failure: [5] int32, filled by a kernel whose deadline passed.
         stream: where couriers with SMs of their own run, of high priority.
+        trace: address of the events of a traced step, 0 otherwise; see :mod:`ds_tileoverlap.trace`.
     """
+
+    trace = 0
 
     def __init__(self, peers: Peers, device: torch.device, op):
         self.peers, self.device = peers, device

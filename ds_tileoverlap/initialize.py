@@ -44,8 +44,15 @@ def initialize(*args: Any, **kwargs: Any):
     if model is None or ds_config is None:
         return _deepspeed_initialize(*args, **kwargs)
     configure(model, ds_config)
+    result = _initialized(call, model, ds_config)
+    _watch(result[0], parse(ds_config))
+    return result
+
+
+def _initialized(call: dict[str, Any], model: torch.nn.Module, ds_config: dict[str, Any]) -> tuple:
+    """What ``deepspeed.initialize`` returns, with AutoEP's layers and those of GPT-OSS converted."""
     if not _has_autoep(ds_config):
-        return _deepspeed_initialize(*args, **kwargs)
+        return _deepspeed_initialize(**call)
     versions.check_transformers()
     from . import autoep, gpt_oss  # transformers and DeepSpeed's private modules, for those alone who use AutoEP
 
@@ -82,6 +89,13 @@ def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
         return 0
     _convert(layers, config, refusal, adopt, "MoE")
     return len(layers)
+
+
+def _watch(engine: Any, config: TileOverlapConfig | None) -> None:
+    if config is not None and config.enabled and (config.log_every or config.trace):
+        from .training_log import Watch  # what draws and writes, for those alone who ask for it
+
+        Watch(engine, config)
 
 
 def _has_autoep(ds_config: dict[str, Any]) -> bool:

@@ -227,6 +227,7 @@ def courier_of(run: Run, channel: Channel, plan: Plan, tiles: Schedule, rows: to
         num_segments=tiles.num_segments.data_ptr(),
         claimed=channel.claimed.data_ptr(),
         limit_ns=run.limit_ns,
+        trace=run.pool.trace,
         **channel.sending,
         **errand,
     )
@@ -291,6 +292,7 @@ def arrivals_of(run: Run, plan: Plan, tiles: Schedule, rows: torch.Tensor, missi
         claimed=channel.placed.data_ptr(),
         num_peers=plan.peers.size,
         limit_ns=run.limit_ns,
+        trace=run.pool.trace,
         **channel.receiving,
     )
 
@@ -324,6 +326,7 @@ def multiply(
         k=rows.shape[1],
         is_half=result.dtype == torch.float16,
         b_is_transposed=operand.transposed,
+        trace=run.pool.trace,
         stream=raw_stream(result),
         **{"num_sms": run.group.num_sms, **options},
     )
@@ -334,6 +337,7 @@ def return_while_computed(
     plan: Plan,
     run: Run,
     stages: Stages,
+    home: str = "combine",
     meanwhile: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Rows times their experts' weights, summed at the owners of their tokens.
@@ -342,6 +346,7 @@ def return_while_computed(
 
     Args:
         pairs: one or two of rows [R, K] and weights, whose products are added.
+        home: the stage that the rows return for.
         meanwhile: queues work that runs while the last rows are on their way.
 
     Returns:
@@ -356,7 +361,7 @@ def return_while_computed(
     pool.reserve_signals(tiles.num_bands * -(-width // TILE_N) * 2)
     outputs = rows.new_empty(rows.shape[0], width)
     sums = rows.new_empty(plan.slots.shape[0], width)
-    with stages("expert_gemm"):
+    with stages(f"expert_gemm => {home}"):
         what = op.SUMS_HOME if returns.sums else op.ROWS_HOME
         left = begin(run, channel, plan, what, run.row_bytes, tiles.panel_tiles)
         announced = (
@@ -375,7 +380,7 @@ def return_while_computed(
             op.run_couriers(courier=courier, is_half=is_half, num_sms=comm_sms, stream=pool.stream.cuda_stream)
             pool.joined.record(pool.stream)
     meanwhile()
-    with stages("combine"):
+    with stages(home):
         if comm_sms:
             main.wait_event(pool.joined)
         op.sum_slots(
@@ -389,6 +394,7 @@ def return_while_computed(
             is_half=is_half,
             num_sms=run.group.num_sms,
             limit_ns=run.limit_ns,
+            trace=pool.trace,
             stream=raw_stream(rows),
             **channel.receiving,
         )
