@@ -295,7 +295,7 @@ __device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int 
         uint64_t began = traced_time(args.trace);
         carry_sum<T, COPIES>(args, courier, one, from_byte, to_byte);
         carry_sum<T, COPIES>(args, courier, other, from_byte, to_byte);
-        if (courier.lane == 0) record(args.trace, SENT, first, panel, one.peer, began);
+        if (courier.lane == 0 && from_byte < to_byte) record(args.trace, SENT, first, panel, one.peer, began);
     }
     courier.announce();
 }
