@@ -120,7 +120,7 @@ class Pool:
         left: counters of what is left to do in the current use of a channel.
         failure: [5] int32, filled by a kernel whose deadline passed.
         stream: where couriers with SMs of their own run, of high priority.
-        trace: address of the events of a traced step, 0 otherwise; see :mod:`ds_tileoverlap.trace`.
+        trace: address of the events within a traced stage, 0 elsewhere; see :mod:`ds_tileoverlap.trace`.
     """
 
     trace = 0

@@ -27,7 +27,7 @@ class Watch:
     def __init__(self, engine: Any, config: TileOverlapConfig):
         self._engine, self._config, self._steps = engine, config, 0
         runtimes = (getattr(module, BLOCK, None) for module in engine.module.modules())
-        self._layers: list[LayerRuntime] = [runtime for runtime in runtimes if runtime is not None]
+        self._layers: list[LayerRuntime] = [runtime for runtime in dict.fromkeys(runtimes) if runtime is not None]
         self._trace: Trace | None = None
         self._overlap_ratio: float | None = None
         # The one place that a step passes, whatever kind of engine it is.
@@ -52,11 +52,11 @@ class Watch:
             self._log()
 
     def _log(self) -> None:
-        routed = [(runtime.routing, runtime.name) for runtime in self._layers if runtime.routing is not None]
+        routed = [runtime for runtime in self._layers if runtime.routing is not None]
         if not routed or dist.get_rank() != 0:
             return
-        load, name = max((routing.load, name) for routing, name in routed)
-        dropped = sum(routing.dropped for routing, _ in routed) / len(routed)
+        load, name = max(((each.routing.load, each.name) for each in routed), key=lambda found: found[0])
+        dropped = sum(each.routing.dropped for each in routed) / len(routed)
         line = f"fullest expert {load:.2f} times the mean ('{name}'), {dropped:.2%} dropped"
         if self._overlap_ratio is not None:
             line += f", overlap ratio {self._overlap_ratio:.2f} when traced"
@@ -71,7 +71,8 @@ class Watch:
         values = {name: facts[name] for name in ("overlap_ratio", "exposed_us")}
         for each in facts["stages"]:
             if each["rank"] == 0:
-                values |= {f"{each['stage']}/{name}": each[name] for name in ("time_us", "exposed_us", "efficiency")}
+                stage = each["stage"].replace("=>", "to")  # monitors make names of files of it
+                values |= {f"{stage}/{name}": each[name] for name in ("time_us", "exposed_us", "efficiency")}
         self._monitor({name: value for name, value in values.items() if value is not None})
 
     def _monitor(self, values: dict[str, float]) -> None:

@@ -32,6 +32,7 @@ from ds_tileoverlap.exchange import Peers
 from ds_tileoverlap.expert_form import ExpertForm
 from ds_tileoverlap.expert_weights import ExpertWeights, WeightLayout
 from ds_tileoverlap.op_builder import tileoverlap as builders
+from ds_tileoverlap.trace.recorder import EVENT, DeviceRecorder
 from ds_tileoverlap.weight_maps import WeightMaps
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
@@ -97,10 +98,15 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     pool = SimpleNamespace(
         **dict.fromkeys(names, words[:5]),
         **dict.fromkeys(["records", "tokens", "returns", "scalars"], channel),
-        **dict(device="cpu", stream=stream, forked=event, joined=event, counts_stride=16),
+        **dict(
+            device="cpu", stream=stream, forked=event, joined=event, counts_stride=16, trace=0, peers=stand_in.peers
+        ),
         host_counts=counts.flatten(),
         reserve_signals=lambda count: None,
         reserve_left=lambda count: words,
+        allocate=lambda count, dtype: (words, [0, 0]),
+        addresses=torch.tensor,
+        meet=lambda: None,
     )
     pool.host_ready = words[:1]
     dry_op.calls.clear()
@@ -137,7 +143,13 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     grad_x, grad_weights, found = overlap.backward(
         tokens, tokens, expanded, plan, [rows, rows], weights, set(form.slots), stages, run, 128
     )
+    assert EVENT.itemsize == dry_op.EVENT_BYTES
     assert grad_x.shape == (8, 64) and grad_weights.shape == (8, 2) and found.keys() == set(form.slots)
+    recorder = DeviceRecorder(group, peers, capacity=10)
+    recorder.enter("dispatch", "layer")
+    assert pool.trace
+    recorder.leave()
+    assert not pool.trace
     spinning = {"expert_gemm", "run_couriers", "sum_slots", "place", "receive", "begin"}
     spinning |= {"send_scalars", "collect_scalars"}
     assert spinning <= loaded, "kernels that wait must be loaded before the first of them waits"

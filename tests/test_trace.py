@@ -1,6 +1,7 @@
 """Traces: the kernels' events, emulated, against the Plan; clocks and numbers by hand; the files."""
 
 import dataclasses
+import json
 import random
 import threading
 
@@ -11,7 +12,7 @@ from emulated_op import build
 from models import Gated, fill, mlp, stock, tokens
 from test_emulated import GROUPS, GUARDS, E, H, Late, Slow, ThreadPools, layer_of, no_streams_and_dirty_memory  # noqa: F401
 
-from ds_tileoverlap import overlap, overlap_group, schedule, stages
+from ds_tileoverlap import cli, overlap, overlap_group, schedule, stages
 from ds_tileoverlap.trace import perfetto, recorder, report
 from ds_tileoverlap.trace.metrics import metrics, overlap_ratio, shared, union
 from ds_tileoverlap.trace.recorder import EVENT, DeviceRecorder, Recording
@@ -55,9 +56,8 @@ def _traced(rank, group, peers, layers, lengths, capacity, ranges, slow):
         x = tokens(rank + 10 * step, lengths[rank], hidden=H, dtype=torch.bfloat16).requires_grad_()
         layers[rank](x)[0].sum().backward()
         overlap_group.check_failure(group.pool.failure, peers)
-    assert ranges.depth.now == 0 and group.pool.trace
+    assert ranges.depth.now == group.pool.trace == 0
     recording = runtime.recorder.close(runtime.backend)
-    assert group.pool.trace == 0
     return recording, PLANS[rank], ranges.names.all
 
 
@@ -345,3 +345,26 @@ def test_a_clock_that_was_not_compared():
     without = dataclasses.replace(second, events=second.events[second.events["kind"] != recorder.CLOCK])
     with pytest.raises(ValueError, match="the clock of rank 1 was not compared"):
         clock_offsets([first, without])
+
+
+# --- on GPUs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("combine", ["rows", "sums"])
+def test_on_gpus(tmp_path, capsys, combine):
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"tile_overlap": {"combine": combine}}))
+    shape = ["--shape", "H=2048,I=768,E=32,k=4,tokens=4096", "--ranks", "2", "--config", str(config)]
+    assert cli.main(["trace", *shape, "--out", str(tmp_path / "out"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["backend"] == "overlap" and facts["clock"] == "device" and not facts["lost_events"]
+    fused = [each for each in facts["stages"] if "=>" in each["stage"]]
+    assert len(fused) == 8 and all(0 < each["efficiency"] <= 1 for each in fused)
+    assert all(0 <= each["exposed_us"] <= each["exchange_us"] for each in fused) and facts["overlap_ratio"] > 0
+    events = perfetto.read(tmp_path / "out" / "trace.json.gz")["traceEvents"]
+    for rank in range(2):
+        slices = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+        assert min(e["ts"] for e in slices) >= 0
+        for thread in {e["tid"] for e in slices}:
+            check_nesting([(e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == thread])

@@ -17,7 +17,7 @@ STAGE_BEGAN, STAGE_ENDED, TILE_STARTED, TILE_MADE, SENT, PLACED, ARRIVED, SUMMED
 EVENT = np.dtype(
     [(name, "<i4") for name in ("kind", "stage", "place", "piece", "peer", "sm")] + [("start", "<u8"), ("end", "<u8")]
 )
-# 40 MiB: a step of some ten layers of 128 experts with 8192 tokens.
+# 40 MiB: a step of some ten layers with 128 experts, 8 of them for each of 8192 tokens.
 CAPACITY = 2**20
 CLOCK_ROUNDS = 64
 
@@ -68,7 +68,7 @@ class HostRecorder:
 
 
 class DeviceRecorder:
-    """Stages and what the overlap backend's kernels do, by the GPU's clock. Collective over the group.
+    """Stages, and what the overlap backend's kernels do in them, by the GPU's clock; all ranks of the group make one.
 
     Args:
         group: what can overlap.
@@ -83,16 +83,18 @@ class DeviceRecorder:
         self._compare_clocks()
         # A kernel that is loaded while others wait for peers would wait for them: the device is idle here.
         self._mark(group.op.STAGE_ENDED, 0)
-        pool.meet()
-        pool.trace = self._buffer.data_ptr()
 
     def enter(self, stage: str, layer: str) -> None:
         self._stages.append((stage, layer))
         self._open.append(len(self._stages) - 1)
+        self._group.pool.trace = self._buffer.data_ptr()
         self._mark(self._group.op.STAGE_BEGAN, self._open[-1])
 
     def leave(self) -> None:
         self._mark(self._group.op.STAGE_ENDED, self._open.pop())
+        # Other layers, which share the pool, are not recorded.
+        if not self._open:
+            self._group.pool.trace = 0
 
     def _mark(self, kind: int, stage: int) -> None:
         outer = self._open[-1] if self._open else 0
@@ -101,7 +103,6 @@ class DeviceRecorder:
 
     def close(self, backend: str) -> Recording:
         """Ends the recording, for this rank alone; waits for the device."""
-        self._group.pool.trace = 0
         found = self._buffer.cpu().numpy()
         capacity, count = found[0, :2].tolist()
         events = np.ascontiguousarray(found[1 : 1 + min(count, capacity)]).view(EVENT)[:, 0]

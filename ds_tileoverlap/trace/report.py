@@ -23,8 +23,8 @@ def write(recordings: list[Recording], folder: Path, name: str) -> dict:
         recordings: of all ranks of a group, by place.
 
     Returns:
-        The facts that stand in the file: the backend, the clock, ``stages`` (:class:`~.metrics.StageMetrics` of every
-        rank), ``overlap_ratio``, ``exposed_us``, ``lost_events``.
+        The facts that stand in the file: the backend, the clock, the layers, ``stages`` (the fields of every
+        :class:`~.metrics.StageMetrics`), ``overlap_ratio``, ``exposed_us``, ``lost_events``.
     """
     timelines, first = aligned(recordings), recordings[0]
     found = metrics(timelines)
@@ -33,6 +33,7 @@ def write(recordings: list[Recording], folder: Path, name: str) -> dict:
         "clock": first.clock,
         "clock_resolution_ns": min(map(_resolution, recordings)),
         "ranks": list(first.peers),
+        "layers": list(dict.fromkeys(layer for _, layer in first.stages[1:])),
         "overlap_ratio": overlap_ratio(found),
         "exposed_us": exposed_us(found),
         "lost_events": sum(recording.lost for recording in recordings),

@@ -17,6 +17,8 @@ from .recorder import DeviceRecorder, HostRecorder, Recording
 if TYPE_CHECKING:
     from ..layer import LayerRuntime
 
+# Of a deep model so many layers show what the others do, too, in a file that a browser opens.
+MAX_LAYERS = 8
 NO_CLOCK = "on a GPU the sequential backend has no device timestamps"
 
 
@@ -24,7 +26,7 @@ class Trace:
     """Begins to record the layers' stages, on all ranks together.
 
     Args:
-        layers: of the model, after a forward; others are left out.
+        layers: of the model, after a forward; the first :data:`MAX_LAYERS` of each group are recorded.
         folder: where the timeline of each expert-parallel group goes.
     """
 
@@ -34,7 +36,7 @@ class Trace:
         for runtime in layers:
             if runtime.routing is not None:
                 groups.setdefault(runtime.routing.peers.ranks, []).append(runtime)
-        self._groups = [_Group(runtimes) for runtimes in groups.values()]
+        self._groups = [_Group(runtimes[:MAX_LAYERS]) for runtimes in groups.values()]
 
     def end(self) -> dict | None:
         """Writes the timelines; the facts of this rank's first group where the rank is the first of that group, as
