@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Traces a step and prints its numbers; returns 0, 1 where there is no timeline, or 2 for wrong usage."""
     num_gpus = torch.cuda.device_count()
-    num_ranks = arguments.ranks if arguments.ranks is not None else max(num_gpus, 2)
+    num_ranks = arguments.ranks if arguments.ranks is not None else num_gpus or 2
     try:
         block = _block(arguments.config)
         faults = _faults(arguments.shape, num_ranks, num_gpus, arguments.out)
