@@ -321,8 +321,15 @@ def test_a_tile_starts_when_the_one_before_is_made():
             (recorder.TILE_MADE, 1, band, 0, -1, 7, *us(made, made)),
         ]
 
-    tiles = Timeline(recording(0, [*stage(1, 0, 50), *tile(4, 5, 20), *tile(9, 10, 40)], ["a => b"]), 0).tiles
-    assert tiles["start"].tolist() == us(5, 20) and tiles["end"].tolist() == us(20, 40)
+    def tiles_of(*tiles):
+        events = [*stage(1, 0, 50), *(event for each in tiles for event in each)]
+        return Timeline(recording(0, events, ["a => b"]), 0).tiles
+
+    found = tiles_of(tile(4, 5, 20), tile(9, 10, 40))
+    assert found["start"].tolist() == us(5, 20) and found["end"].tolist() == us(20, 40)
+    # Two GEMMs of one stage have a tile in the same place; the start of one is lost.
+    found = tiles_of(tile(4, 5, 20), tile(4, 30, 40), tile(5, 41, 50)[1:])
+    assert found["start"].tolist() == us(5, 30) and found["end"].tolist() == us(20, 40)
 
 
 def test_where_nothing_overlaps():
@@ -335,7 +342,7 @@ def test_where_nothing_overlaps():
 
 def test_spans_by_hand():
     spans = np.array([[2, 5], [0, 3], [7, 8], [8, 9], [6, 6]])
-    assert union(spans).tolist() == [[0, 5], [7, 8], [8, 9]] or union(spans).tolist() == [[0, 5], [7, 9]]
+    assert union(spans).tolist() == [[0, 5], [7, 9]]
     assert shared(np.array([[0, 5]]), np.array([[3, 9]])) == 2
     assert union(np.zeros((0, 2), dtype=int)).shape == (0, 2)
 

@@ -1,12 +1,14 @@
 """What a step's timelines say in numbers. These are the definitions, for the command, the files and the monitors alike.
 
-compute     times at which a tile of the expert GEMM is made, or a stage runs that is a GEMM alone
-exchange    times at which a part of rows is sent from or to the rank, or put in its place there; of a stage that is
-            an exchange alone, where nothing overlaps: all of it
-exposed     exchange without compute
-overlap ratio   the share of the exchange that lies under compute, 1 - exposed / exchange
-efficiency      of a stage in which both run: the larger of its exchange and of what its tiles would take with all
-                SMs busy, as a share of the time of both; 1 where the larger one hides everything else
+    compute         times at which a tile of the expert GEMM is made, or a stage runs that is a GEMM alone
+    exchange        times at which a part of rows is sent from or to the rank, or put in its place there
+    exposed         exchange without compute
+    overlap ratio   the share of the exchange that lies under compute, 1 - exposed / exchange
+    efficiency      of a stage in which both run: the larger of its exchange and of what its tiles would take with all
+                    SMs busy, as a share of the time of both; 1 where the larger one hides everything else
+
+Where exchanges are stages of their own all of these count as exchange, with the gathers and sums in them. The counts
+that the layout exchanges count nowhere.
 """
 
 from __future__ import annotations
