@@ -107,7 +107,10 @@ class Pool:
         signals: ready signals of this rank's own tiles.
         failure: [5] int32, filled by a kernel whose deadline passed.
         stream: where couriers with SMs of their own run, of high priority.
+        trace: address of the events within a traced stage, 0 elsewhere; see :mod:`ds_tileoverlap.trace`.
     """
+
+    trace = 0
 
     def __init__(self, peers: Peers, device: torch.device, op):
         self.peers, self.device, self.op = peers, device, op

@@ -10,6 +10,7 @@ from . import doctor
 from .bench import command as bench
 from .ckpt import command as ckpt
 from .planning import command as planning
+from .trace import command as trace
 
 # Name -> (what it is for, a function that adds its arguments; it sets ``run``, from the arguments to the exit code).
 COMMANDS = {
@@ -17,6 +18,7 @@ COMMANDS = {
     "ckpt": ("inspect and convert checkpoints of MoE models", ckpt.add_arguments),
     "doctor": ("what this machine can do, what it cannot, and why", doctor.add_arguments),
     "plan": ("what a layer would take on both backends, predicted without a GPU", planning.add_arguments),
+    "trace": ("the timeline of one training step of a layer on this machine", trace.add_arguments),
 }
 
 

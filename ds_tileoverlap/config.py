@@ -26,6 +26,18 @@ class ConfigError(ValueError):
     """The ``tile_overlap`` block is wrong; the message lists every fault with name, value and what is allowed."""
 
 
+class TraceConfig(DeepSpeedConfigModel):
+    """Options of ``tile_overlap.trace``."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=1)]
+    """The step of this run, counted from 0, that is traced; the first one builds what others need."""
+
+    folder: Annotated[str, Field(min_length=1)]
+    """Where its timeline goes."""
+
+
 class TileOverlapConfig(DeepSpeedConfigModel):
     """Options of the ``tile_overlap`` block. A field's description is what an error message says is expected."""
 
@@ -70,6 +82,14 @@ class TileOverlapConfig(DeepSpeedConfigModel):
         None, description="a number of seconds above 0, or null for the process group's own time-out"
     )
     """How long a rank waits for the others before it raises an error that names the missing ones."""
+
+    log_every: Annotated[int, Field(ge=0)] = Field(0, description="a number of steps, or 0 for never")
+    """Rank 0 prints a line every so many steps: how even the experts' load is, and what was dropped."""
+
+    trace: TraceConfig | None = Field(
+        None, description='an object like {"step": 10, "folder": "trace"} with a step of at least 1, or null'
+    )
+    """Writes the timeline of one training step; see :mod:`ds_tileoverlap.trace`."""
 
 
 def _expected(name: str) -> str:

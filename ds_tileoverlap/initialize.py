@@ -46,6 +46,7 @@ def initialize(*args: Any, **kwargs: Any):
     configure(model, ds_config)
     result = _started(call, model, ds_config)
     engine.adopt(result[0])
+    _watch(result[0], parse(ds_config))
     return result
 
 
@@ -89,6 +90,13 @@ def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
         return 0
     _convert(layers, config, refusal, adopt, "MoE")
     return len(layers)
+
+
+def _watch(engine: Any, config: TileOverlapConfig | None) -> None:
+    if config is not None and config.enabled and (config.log_every or config.trace):
+        from .training_log import Watch  # what draws and writes, for those alone who ask for it
+
+        Watch(engine, config)
 
 
 def _has_autoep(ds_config: dict[str, Any]) -> bool:

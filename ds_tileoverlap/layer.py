@@ -21,8 +21,8 @@ from .exchange import Peers, peers_of
 from .layout import Plan, layout
 from .local_experts import LocalExperts
 from .log import say
-from .route import Routes, route
-from .stages import Stages
+from .route import Routes, Routing, route
+from .stages import Recorder, Stages
 
 
 class MoE(deepspeed_layer.MoE):
@@ -122,6 +122,8 @@ class LayerRuntime:
         config: the options of the ``tile_overlap`` block.
         name: the layer's name in the model.
         backend: the one that ran the last forward; before the first, what the config says.
+        recorder: who is told of the layer's stages, in a traced step.
+        routing: what the last forward's router did, as far as the host knows it.
     """
 
     # What a module of experts is looked at as.
@@ -131,6 +133,8 @@ class LayerRuntime:
         self.config = config
         self.name = name
         self.backend: str = config.backend
+        self.recorder: Recorder | None = None
+        self.routing: Routing | None = None
         self._experts: LocalExperts | None = None
         self._peers: Peers | None = None
         self._said: set[str] = set()
@@ -161,10 +165,11 @@ class LayerRuntime:
         Args:
             meanwhile: queues work for the device while the counts are on their way to the host.
         """
-        group, again = self._overlap_group(peers, x.device), self.config.recompute_dispatch
+        group, again = self.overlap_group(peers, x.device), self.config.recompute_dispatch
         if group is None:
             with stages("layout"):
                 plan = layout(routes, num_experts, peers, meanwhile)
+            self.routing = Routing(plan.counts, peers, routes.experts.numel())
             self.backend = "reference" if self.config.backend == "reference" else "sequential"
             if self.backend == "reference":
                 return reference.routed_experts(x, routes.weights, experts, plan, stages)
@@ -181,10 +186,11 @@ class LayerRuntime:
             output = overlap.routed_experts(x, routes.weights, experts, counting, stages)
         else:
             output = sequential.routed_experts(x, routes.weights, experts, counting.finish(), stages, again)
+        self.routing = Routing(counting.plan.counts, peers, routes.experts.numel())
         self._say_what_ran(counting.plan, reason)
         return output
 
-    def _overlap_group(self, peers: Peers, device: torch.device) -> overlap_group.Group | None:
+    def overlap_group(self, peers: Peers, device: torch.device) -> overlap_group.Group | None:
         """The group as ranks that write into each other's memory; ``None`` where it cannot, or shall not."""
         if self.config.backend not in ("auto", "overlap"):
             return None

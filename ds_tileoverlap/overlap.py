@@ -120,12 +120,12 @@ class _OverlappedMLP(sequential.RoutedMLP):
             return sequential.RoutedMLP.forward(
                 ctx, x, weights, anchor, experts, plan, dtype, stages, None, recompute_dispatch, *parameters
             )
-        with stages("expert_gemm"):
+        with stages("dispatch => expert_gemm"):
             hidden, pre_activations, rows = _hidden_rows(tokens, inputs, makes_hidden, stacks, plan, run)
             pairs = [(hidden, down)]
             if form.down in stacks.biases:
                 pairs.append(_bias_pair(stacks.biases[form.down], plan, run, dtype))
-        output = return_while_computed(pairs, plan, run, stages)
+        output = return_while_computed(pairs, plan, run, stages, "combine")
         if needs_backward:
             run_backward = (
                 partial(backward, run=run, arrival_width=arrival_width) if overlaps_backward else sequential.backward
@@ -199,7 +199,7 @@ def backward(
     """
     form = stacks.layout.form
     down = Operand("down back", stacks.down, transposed=True)
-    with stages("expert_gemm backward"):
+    with stages("combine backward => expert_gemm"):
         (grad_hidden,), grad_rows = project_arriving(grad.contiguous(), [down], plan, run)
         grad_row_weights, grad_pre_activations, hidden = activation_backward(
             grad_hidden, plan.row_weights, pre_activations, stacks, keep_hidden=(form.down, "weight") in wanted
@@ -207,7 +207,8 @@ def backward(
         del grad_hidden
         if form.down in stacks.biases:
             grad_row_weights += expert_bias_dot(grad_rows, stacks.biases[form.down], plan)
-    scalars = ScalarReturn(grad_row_weights, run.tiles(down.width, ARRIVALS), plan, run)
+    with stages("dispatch backward"):
+        scalars = ScalarReturn(grad_row_weights, run.tiles(down.width, ARRIVALS), plan, run)
     found: SlotGrads = {}
 
     def weight_gradients() -> None:
@@ -226,7 +227,7 @@ def backward(
         (part, Operand(f"input {i} back", stack, transposed=True))
         for i, (part, stack) in enumerate(zip(grad_pre_activations, stacks.inputs))
     ]
-    grad_x = return_while_computed(pairs, plan, run, stages, meanwhile=weight_gradients)
+    grad_x = return_while_computed(pairs, plan, run, stages, "dispatch backward", meanwhile=weight_gradients)
     with stages("dispatch backward"):
         grad_weights = scalars.collect()
     return grad_x.to(x.dtype), grad_weights, found

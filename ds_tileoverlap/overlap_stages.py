@@ -190,7 +190,7 @@ def _project(run: Run, width: int, rows: torch.Tensor, arriving: dict, gemm: dic
 
 
 def _arrive(run: Run, width: int, rows: torch.Tensor, arriving: dict) -> None:
-    here = dict(a=rows.data_ptr(), is_half=rows.dtype == torch.float16)
+    here = dict(a=rows.data_ptr(), is_half=rows.dtype == torch.float16, trace=run.pool.trace)
     tiles = run.tiles(width, ARRIVALS)
     run.op.arrive(run.exchange, run.pool.tokens.native, tiles, raw_stream(rows), **here, **arriving)
 
@@ -226,6 +226,7 @@ def gemm_of(pairs: list[tuple[torch.Tensor, Operand]], result: torch.Tensor, run
         k=rows.shape[1],
         is_half=result.dtype == torch.float16,
         b_is_transposed=operand.transposed,
+        trace=run.pool.trace,
     )
     for other, its_operand in second:
         maps = run.maps(its_operand, rows.dtype)
@@ -238,6 +239,7 @@ def return_while_computed(
     plan: Plan,
     run: Run,
     stages: Stages,
+    home: str = "combine",
     meanwhile: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Rows times their experts' weights, summed at the owners of their tokens.
@@ -246,6 +248,7 @@ def return_while_computed(
 
     Args:
         pairs: one or two of rows [R, K] and weights, whose products are added.
+        home: the stage that the rows return for.
         meanwhile: queues work that runs while the last rows are on their way.
 
     Returns:
@@ -258,22 +261,22 @@ def return_while_computed(
     channel.reserve(*(count * run.row_bytes for count in rows_to_receive(plan)))
     outputs = rows.new_empty(rows.shape[0], width)
     sums = rows.new_empty(plan.slots.shape[0], width)
-    home = dict(index=plan.choice_rows.data_ptr(), sums=sums_return, comm_sms=run.comm_sms)
+    returning = dict(index=plan.choice_rows.data_ptr(), sums=sums_return, comm_sms=run.comm_sms)
     if not sums_return:
-        home["signals"] = pool.signals_for(tiles.num_bands * -(-width // TILE_N) * 2)
-    home |= gemm_of(pairs, outputs, run)
+        returning["signals"] = pool.signals_for(tiles.num_bands * -(-width // TILE_N) * 2)
     stream = raw_stream(rows)
-    with stages("expert_gemm"):
+    with stages(f"expert_gemm => {home}"):
+        returning |= gemm_of(pairs, outputs, run)
         if run.comm_sms:
             main = torch.cuda.current_stream(rows.device)
             pool.forked.record(main)
-        op.multiply_returning(exchange, channel.native, tiles, stream, **home)
+        op.multiply_returning(exchange, channel.native, tiles, stream, **returning)
         if run.comm_sms:
             pool.stream.wait_event(pool.forked)
-            op.run_couriers_home(exchange, channel.native, tiles, pool.stream.cuda_stream, **home)
+            op.run_couriers_home(exchange, channel.native, tiles, pool.stream.cuda_stream, **returning)
             pool.joined.record(pool.stream)
     meanwhile()
-    with stages("combine"):
+    with stages(home):
         if run.comm_sms:
             main.wait_event(pool.joined)
         op.sum_returned(
@@ -285,6 +288,7 @@ def return_while_computed(
             sums=sums.data_ptr(),
             width=width,
             is_half=rows.dtype == torch.float16,
+            trace=pool.trace,
         )
     return sums
 

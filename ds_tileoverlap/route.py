@@ -13,6 +13,7 @@ from deepspeed.moe import sharded_moe
 from deepspeed.moe.sharded_moe import TopKGate
 
 from . import kernels
+from .exchange import Peers
 from .expert_form import is_watched
 from .top_k import BFloat16Routing, TopKRouting, top_k_routing
 
@@ -32,6 +33,38 @@ class Routes:
     weights: torch.Tensor
     l_aux: torch.Tensor
     exp_counts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the host knows of a forward's routing without waiting for the device.
+
+    Attributes:
+        counts: of the Plan.
+        peers: the expert-parallel group.
+        num_choices: T k of this rank.
+    """
+
+    counts: torch.Tensor
+    peers: Peers
+    num_choices: int
+
+    @property
+    def _of_experts(self) -> torch.Tensor:
+        """[W, E] routes from each rank to each expert."""
+        size, words = self.counts.shape
+        return self.counts[:, : words - size - 1]
+
+    @property
+    def load(self) -> float:
+        """Rows of the fullest expert over the mean of all, with the tokens of all ranks: 1 is even."""
+        rows = self._of_experts.sum(0)
+        return (rows.max() / rows.double().mean().clamp_min(1e-9)).item()
+
+    @property
+    def dropped(self) -> float:
+        """The share of this rank's choices that go to no expert."""
+        return 1.0 - self._of_experts[self.peers.rank].sum().item() / self.num_choices if self.num_choices else 0.0
 
 
 def route(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | None = None) -> Routes:

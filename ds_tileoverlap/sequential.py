@@ -56,11 +56,11 @@ def routed_experts(
         inputs = (x, weights, anchor, experts, plan, dtype, stages, None, recompute_dispatch, *parameters)
         return apply_without_look(RoutedMLP, *inputs)
     with stages("dispatch"):
-        rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
+        rows, row_weights = _Dispatch.apply(x, weights, anchor, plan, stages)
     with stages("expert_gemm"):
         rows = run_modules(experts.modules, rows, row_weights, plan)
     with stages("combine"):
-        return _ReturnRows.apply(rows, plan, "combine")
+        return _ReturnRows.apply(rows, plan, "combine", stages)
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -192,9 +192,9 @@ def _differentiable_backward(ctx, grad, x, weights, plan, parameters):
     # Views, because inputs may depend on each other (weights on x, x on parameters): gradients must stop here.
     x, weights, *parameters = (tensor.view_as(tensor) for tensor in (x, weights, *parameters))
     anchor = x.new_empty(0, requires_grad=True)
-    rows, row_weights = _Dispatch.apply(x, weights, anchor, plan)
+    rows, row_weights = _Dispatch.apply(x, weights, anchor, plan, ctx.stages)
     outputs = mlp_by_expert(rows.to(grad.dtype), row_weights, ctx.layout.form, plan, parameters)
-    output = _ReturnRows.apply(outputs, plan, "combine")
+    output = _ReturnRows.apply(outputs, plan, "combine", ctx.stages)
     needs = (*ctx.needs_input_grad[:2], *ctx.needs_input_grad[fixed:])
     inputs = [tensor for tensor, need in zip((x, weights, *parameters), needs) if need]
     grads = iter(torch.autograd.grad(output, inputs, grad, create_graph=True, materialize_grads=True))
@@ -206,8 +206,8 @@ class _PlanFunction(torch.autograd.Function):
     """A linear function of one tensor and a Plan; dispatch and combine are each other's transpose."""
 
     @staticmethod
-    def setup(ctx, plan: Plan) -> None:
-        ctx.plan = plan.without_tensors()
+    def setup(ctx, plan: Plan, stages: Stages | None = None) -> None:
+        ctx.plan, ctx.stages = plan.without_tensors(), stages
         ctx.save_for_backward(*plan.tensors())
 
     @staticmethod
@@ -217,40 +217,42 @@ class _PlanFunction(torch.autograd.Function):
 
 class _Dispatch(_PlanFunction):
     @staticmethod
-    def forward(ctx, x, weights, anchor, plan):
-        _Dispatch.setup(ctx, plan)
+    def forward(ctx, x, weights, anchor, plan, stages):
+        _Dispatch.setup(ctx, plan, stages)
         return send_tokens(x, plan, "dispatch"), plan.row_weights.clone()
 
     @staticmethod
     @without_autocast
     def backward(ctx, grad_rows, grad_row_weights):
         plan = _Dispatch.plan_of(ctx)
-        grad_x = _ReturnRows.apply(grad_rows, plan, "dispatch backward")
-        return grad_x, _ReturnScalars.apply(grad_row_weights, plan), None, None
+        with ctx.stages("dispatch backward"):
+            grad_x = _ReturnRows.apply(grad_rows, plan, "dispatch backward", ctx.stages)
+            return grad_x, _ReturnScalars.apply(grad_row_weights, plan), None, None, None
 
 
 class _ReturnRows(_PlanFunction):
     @staticmethod
-    def forward(ctx, rows, plan, stage):
-        _ReturnRows.setup(ctx, plan)
+    def forward(ctx, rows, plan, stage, stages):
+        _ReturnRows.setup(ctx, plan, stages)
         return return_rows(rows, plan, stage)
 
     @staticmethod
     @without_autocast
     def backward(ctx, grad):
-        return _SendTokens.apply(grad, _ReturnRows.plan_of(ctx)), None, None
+        with ctx.stages("combine backward"):
+            return _SendTokens.apply(grad, _ReturnRows.plan_of(ctx), ctx.stages), None, None, None
 
 
 class _SendTokens(_PlanFunction):
     @staticmethod
-    def forward(ctx, x, plan):
-        _SendTokens.setup(ctx, plan)
+    def forward(ctx, x, plan, stages):
+        _SendTokens.setup(ctx, plan, stages)
         return send_tokens(x, plan, "combine backward")
 
     @staticmethod
     @without_autocast
     def backward(ctx, grad):
-        return _ReturnRows.apply(grad, _SendTokens.plan_of(ctx), "double backward"), None
+        return _ReturnRows.apply(grad, _SendTokens.plan_of(ctx), "double backward", ctx.stages), None, None
 
 
 class _ReturnScalars(_PlanFunction):

@@ -19,6 +19,8 @@ DEFAULTS = dict(
     overlap_backward=True,
     recompute_dispatch=False,
     timeout_s=None,
+    log_every=0,
+    trace=None,
 )
 
 
@@ -46,6 +48,8 @@ def test_empty_block_gives_the_defaults():
         {"comm_sms": 2, "bands_per_segment": 1, "owner_alignment": "packed"},
         {"backend": "auto", "comm_sms": 64, "bands_per_segment": 64, "owner_alignment": "tile"},
         {"overlap_dispatch": False, "overlap_backward": False, "comm_sms": "auto"},
+        {"log_every": 100, "trace": {"step": 1, "folder": "there"}},
+        {"backend": "reference", "log_every": 1, "trace": None},
     ],
     ids=str,
 )
@@ -78,6 +82,13 @@ def test_valid_block(block):
         ("timeout_s", float("nan"), "a number of seconds above 0"),
         ("timeout_s", "30", "a number of seconds above 0"),
         ("timeout_s", True, "a number of seconds above 0"),
+        ("log_every", -1, "a number of steps, or 0 for never"),
+        ("log_every", 2.5, "a number of steps, or 0 for never"),
+        ("trace", 5, 'an object like {"step": 10, "folder": "trace"}'),
+        ("trace", {"step": 3}, 'an object like {"step": 10, "folder": "trace"}'),
+        ("trace", {"step": 0, "folder": "trace"}, 'an object like {"step": 10, "folder": "trace"}'),
+        ("trace", {"step": 3, "folder": ""}, 'an object like {"step": 10, "folder": "trace"}'),
+        ("trace", {"step": 3, "folder": "trace", "rank": 0}, 'an object like {"step": 10, "folder": "trace"}'),
     ],
 )
 def test_wrong_value(name, value, expected):

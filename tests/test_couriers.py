@@ -411,7 +411,7 @@ class OwnGroup:
     def bring_home(self, plan, rows, operand, op=None, **options):
         """[T, N], rows [R, K] times this rank's weights, brought home as ``plan.returns`` says."""
         run = self._run(plan, 2 * operand.width, (operand.width, plan.returns), op, **options)
-        return return_while_computed([(rows, operand)], plan, run, lambda stage: nullcontext())
+        return return_while_computed([(rows, operand)], plan, run, lambda stage: nullcontext(), "combine")
 
 
 def _late_on_two_gpus(seed):

@@ -294,8 +294,8 @@ GUARDS = {
     "the sum waits for what comes": (
         "combine.cu",
         "    all_reached(args.arrived, [&](int peer) { return args.targets[peer]; }, args.num_peers, ROWS_ARRIVED, "
-        "args.failure,\n                args.limit_ns);\n}",
-        "}",
+        "args.failure,\n                args.limit_ns);\n    if (threadIdx.x == 0) record",
+        "    if (threadIdx.x == 0) record",
     ),
     "routes are read after they came": (
         "layout.cu",

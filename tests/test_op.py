@@ -32,6 +32,7 @@ from ds_tileoverlap.exchange import Peers
 from ds_tileoverlap.expert_form import ExpertForm
 from ds_tileoverlap.expert_weights import ExpertWeights, WeightLayout
 from ds_tileoverlap.op_builder import tileoverlap as builders
+from ds_tileoverlap.trace.recorder import EVENT, DeviceRecorder
 from ds_tileoverlap.weight_maps import WeightMaps
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
@@ -106,8 +107,11 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
         **dict.fromkeys(["host_ready", "failure", "host_failure", "claimed_items"], words[:5]),
         **dict.fromkeys(["records", "tokens", "returns", "scalars"], channel),
         **dict(device="cpu", stream=stream, forked=event, joined=event, host_counts=counts.flatten()),
+        **dict(peers=peers, trace=0, meet=lambda: None),
         mailbox=dict.fromkeys(shared, words.data_ptr()) | {"stride": 16},
         signals_for=lambda count: words.data_ptr(),
+        allocate=lambda count, dtype: (words, [0, 0]),
+        addresses=torch.tensor,
     )
     # The counts are there.
     pool.host_ready, pool.mailbox["host_counts"] = words[:1], pool.host_counts.data_ptr()
@@ -140,12 +144,18 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     hidden, parts, _ = overlap._hidden_rows(tokens, overlap._input_operands(weights, True), True, weights, plan, run)
     assert [part.shape for part in (hidden, *parts)] == [(40, 128)] * 3
     operand = overlap_stages.Operand("down", down, False)
-    sums = overlap_stages.return_while_computed([(rows, operand)], plan, run, stages)
+    sums = overlap_stages.return_while_computed([(rows, operand)], plan, run, stages, "combine")
     assert sums.shape == (8, 64)
     grad_x, grad_weights, found = overlap.backward(
         tokens, tokens, expanded, plan, [rows, rows], weights, set(form.slots), stages, run, 128
     )
+    assert EVENT.itemsize == dry_op.EVENT_BYTES
     assert grad_x.shape == (8, 64) and grad_weights.shape == (8, 2) and found.keys() == set(form.slots)
+    recorder = DeviceRecorder(group, peers, capacity=10)
+    recorder.enter("dispatch", "layer")
+    assert pool.trace
+    recorder.leave()
+    assert not pool.trace
     waiting = {"expert_gemm", "run_couriers", "sum_returned", "place", "schedule_and_receive"}
     waiting |= {"send_scalars", "collect_scalars"}
     assert waiting <= loaded, "kernels that wait must be loaded before the first of them waits"

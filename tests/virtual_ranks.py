@@ -331,7 +331,7 @@ class VirtualRank:
     """One rank's words, channels and streams, named as in :class:`ds_tileoverlap.buffer.Pool`."""
 
     def __init__(self, rank: int, size: int, capacities: Sequence[int], num_signals: int, start: int):
-        self.device, self.rank = DEVICE, rank
+        self.device, self.rank, self.trace = DEVICE, rank, 0
         self.claimed_items, self.failure = _words(1, 0), _words(5, 0)
         self.tokens, self.returns = (VirtualChannel(rank, size, bytes_, start, self.failure) for bytes_ in capacities)
         self.signals = _words(num_signals + GUARD_WORDS, start)

@@ -164,7 +164,9 @@ class Stages:
         plan, run = self.plan, self.run_of(self.plan, operand.width, self.plan.returns)
         return self.gemm_arms(operand, rows, plan.returns) | {
             "sequential": lambda: combine.return_rows(self.grouped_mm(rows, operand), plan, "combine"),
-            "overlap": lambda: overlap_stages.return_while_computed([(rows, operand)], plan, run, nullcontext),
+            "overlap": lambda: overlap_stages.return_while_computed(
+                [(rows, operand)], plan, run, nullcontext, "combine"
+            ),
         }
 
     def return_only_arms(self, operand: Operand, rows: torch.Tensor, comm_sms: tuple[int, ...]) -> dict[str, Callable]:
@@ -179,7 +181,7 @@ class Stages:
             for num_sms in comm_sms:
                 run = self.run_of(plan, operand.width, plan.returns, num_sms)
                 arms[f"{how} {num_sms}"] = lambda plan=plan, run=run: overlap_stages.return_while_computed(
-                    [(rows, operand)], plan, run, nullcontext
+                    [(rows, operand)], plan, run, nullcontext, "combine"
                 )
         return arms
 

@@ -22,6 +22,7 @@ struct TileOverlapArrivals {
     int num_peers;
     TileOverlapFailure* failure;
     uint64_t limit_ns;
+    TileOverlapTrace* trace;             // or null
 };
 }
 
@@ -118,7 +119,9 @@ __device__ __forceinline__ void place_arrivals(const TileOverlapArrivals& args, 
         if (!in_time) continue;
         constexpr int UNITS = TILEOVERLAP_PART / 16;
         int start = (part - segment.first_part) * UNITS;
+        uint64_t began = traced_time(args.trace);
         placer.copy(segment, start, min(segment.rows * (args.row_bytes / 16) - start, UNITS));
+        if (placer.lane == 0) record(args.trace, PLACED, segment.band, 0, segment.peer, began);
     }
     placer.announce();
     __syncwarp();

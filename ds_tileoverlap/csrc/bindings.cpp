@@ -13,6 +13,7 @@
 
 #include "overlap_stages.cuh"
 #include "sizes.cuh"
+#include "trace.cuh"
 
 namespace py = pybind11;
 using Address = uintptr_t;
@@ -135,7 +136,7 @@ template <typename S>
 Fields<S> gemm_fields() {
     return {FIELD(a), FIELD(b_maps), FIELD(c), OPTIONAL(a2), OPTIONAL(b2_maps), OPTIONAL(k2), OPTIONAL(up_maps),
             OPTIONAL(up), OPTIONAL(stride), OPTIONAL(hidden), OPTIONAL(row_weights), OPTIONAL(alpha), OPTIONAL(limit),
-            OPTIONAL(shift), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed)};
+            OPTIONAL(shift), OPTIONAL(trace), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed)};
 }
 
 template <typename S>
@@ -288,7 +289,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using Travelling = StageOf<Exchange, Channel, TileOverlapTiling>;
     Travelling::define<Projection>(module, "project_arriving", project_arriving,
                                    with(gemm_fields<Projection>(), arriving));
-    Travelling::define<Projection>(module, "arrive", project_arriving, with({FIELD(a), FIELD(is_half)}, arriving));
+    Travelling::define<Projection>(module, "arrive", project_arriving, with({FIELD(a), FIELD(is_half), OPTIONAL(trace)}, arriving));
     StageOf<Exchange, TileOverlapTiling>::define<TileOverlapGemm>(module, "multiply", multiply,
                                                                   gemm_fields<TileOverlapGemm>());
     const Fields<Return> returning =
@@ -297,7 +298,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Travelling::define<Return>(module, "run_couriers_home", run_couriers_home, returning);
     StageOf<Exchange, Channel>::define<TileOverlapSum>(
         module, "sum_returned", sum_returned,
-        {FIELD(local), FIELD(slots), FIELD(sums), FIELD(width), FIELD(is_half)});
+        {FIELD(local), FIELD(slots), FIELD(sums), FIELD(width), FIELD(is_half), OPTIONAL(trace)});
     const Fields<TileOverlapScalars> scalars = {FIELD(values), FIELD(index), FIELD(choice_slots), FIELD(slots),
                                                 FIELD(own_first), FIELD(own_end), OPTIONAL(results)};
     Travelling::define<TileOverlapScalars>(module, "send_scalars", send_scalars, scalars);
@@ -313,13 +314,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         {FIELD(errand), FIELD(rows), FIELD(row_bytes), FIELD(num_peers), FIELD(rank), FIELD(segments),
          FIELD(num_segments), OPTIONAL(signals), OPTIONAL(signals_per_band), FIELD(index), FIELD(num_choices), FIELD(runs),
          OPTIONAL(panel_left), FIELD(num_panels), FIELD(panel_bytes), FIELD(peer_buffers), FIELD(peer_arrived),
-         FIELD(consumed), FIELD(generation_bytes), FIELD(epoch), FIELD(claimed), FIELD(failure), FIELD(limit_ns)});
+         FIELD(consumed), FIELD(generation_bytes), FIELD(epoch), FIELD(claimed), FIELD(failure), FIELD(limit_ns),
+         OPTIONAL(trace)});
     define_struct<TileOverlapArrivals>(
         module, "Arrivals",
         {FIELD(rows), FIELD(row_bytes), FIELD(sources), FIELD(own_first), FIELD(own_end), FIELD(segments),
          FIELD(num_segments), FIELD(missing), FIELD(received), FIELD(generation_bytes), FIELD(epoch), FIELD(arrived),
          FIELD(targets), FIELD(peer_consumed), FIELD(claimed), FIELD(finished), FIELD(num_peers), FIELD(failure),
-         FIELD(limit_ns)});
+         FIELD(limit_ns), OPTIONAL(trace)});
     module.def(
         "encode_weights",
         [](Address maps, const std::vector<Address>& weights, int64_t rows, int64_t columns, bool is_half,
@@ -335,7 +337,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                     OPTIONAL(signals), OPTIONAL(epoch), OPTIONAL(panel_left), OPTIONAL(panel_tiles),
                                     OPTIONAL(a2), OPTIONAL(b2_maps), OPTIONAL(k2), OPTIONAL(up_maps), OPTIONAL(up),
                                     OPTIONAL(stride), OPTIONAL(hidden), OPTIONAL(row_weights), OPTIONAL(alpha),
-                                    OPTIONAL(limit), OPTIONAL(shift), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed), FIELD(num_sms)};
+                                    OPTIONAL(limit), OPTIONAL(shift), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed), FIELD(num_sms), OPTIONAL(trace)};
     module.def(
         "expert_gemm",
         [gemm](const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals, Address stream,
@@ -362,5 +364,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     define(module, "sum_slots", tileoverlap_sum,
            {FIELD(received), FIELD(local), FIELD(slots), FIELD(sums), FIELD(arrived), FIELD(targets), FIELD(epoch),
             FIELD(peer_consumed), FIELD(finished), FIELD(failure), FIELD(generation_bytes), FIELD(limit_ns),
-            FIELD(num_tokens), FIELD(num_choices), FIELD(width), FIELD(num_peers), FIELD(is_half), FIELD(num_sms)});
+            FIELD(num_tokens), FIELD(num_choices), FIELD(width), FIELD(num_peers), FIELD(is_half), FIELD(num_sms),
+            OPTIONAL(trace)});
+
+    // --- trace ------------------------------------------------------------------------------------------------------
+    module.attr("EVENT_BYTES") = sizeof(TileOverlapEvent);
+    module.attr("STAGE_BEGAN") = static_cast<int>(STAGE_BEGAN);
+    module.attr("STAGE_ENDED") = static_cast<int>(STAGE_ENDED);
+    define(module, "mark", tileoverlap_mark, {FIELD(trace), FIELD(kind), FIELD(stage), FIELD(outer)});
+    define(module, "compare_clocks", tileoverlap_compare_clocks,
+           {FIELD(trace), FIELD(answers), FIELD(peer_answers), FIELD(num_peers), FIELD(rank), FIELD(rounds),
+            FIELD(failure), FIELD(limit_ns)});
 }

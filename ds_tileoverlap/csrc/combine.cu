@@ -96,14 +96,17 @@ __global__ void __launch_bounds__(COURIER_THREADS, 1) __cluster_dims__(2, 1, 1)
 
 // One CTA waits for all rows, so that the GPU is free for others until they have come.
 __global__ void __launch_bounds__(128) wait_for_rows(const __grid_constant__ TileOverlapSum args) {
+    uint64_t start = traced_time(args.trace);
     all_reached(args.arrived, [&](int peer) { return args.targets[peer]; }, args.num_peers, ROWS_ARRIVED, args.failure,
                 args.limit_ns);
+    if (threadIdx.x == 0) record(args.trace, ARRIVED, 0, 0, -1, start);
 }
 
 constexpr int SUM_THREADS = 256, AT_ONCE = 4;
 
 template <typename T>
 __global__ void __launch_bounds__(SUM_THREADS) sum_slots(const __grid_constant__ TileOverlapSum args) {
+    uint64_t began = traced_time(args.trace);
     // Sums after any wait that was given up become NaN: nobody trains on them before the host raises.
     float start = has_failed(args.failure) ? __int_as_float(0x7fc00000) : 0.0f;
     int vectors = args.width / 8;
@@ -129,6 +132,7 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_slots(const __grid_constant__
         }
     }
     __syncthreads();
+    if (threadIdx.x == 0) record(args.trace, SUMMED, blockIdx.x, 0, -1, began);
     if (threadIdx.x == 0) say_read(args.finished, gridDim.x, args.peer_consumed, args.num_peers, *args.epoch);
 }
 

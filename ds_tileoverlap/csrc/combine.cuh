@@ -45,6 +45,7 @@ struct TileOverlapSum {
     int64_t generation_bytes;
     uint64_t limit_ns;
     int num_tokens, num_choices, width, num_peers, is_half, num_sms;
+    TileOverlapTrace* trace;  // or null
 };
 
 // One float32 a row of this rank's experts, to the owners of the rows' tokens and choices.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "tile_signal.cuh"
+#include "trace.cuh"
 
 extern "C" {
 
@@ -54,6 +55,7 @@ struct TileOverlapCourier {
     int* claimed;                        // 0 before and after every call
     TileOverlapFailure* failure;
     uint64_t limit_ns;
+    TileOverlapTrace* trace;             // or null
 };
 }
 
@@ -201,8 +203,10 @@ __device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int 
         courier.in_time = __all_sync(~0u, courier.in_time);
         __syncwarp();  // each lane has acquired other signals than its neighbour
         if (!courier.in_time) continue;
+        uint64_t began = traced_time(args.trace);
         copy_row(from, to, 0, bytes, courier.lane);
         courier.sent(bytes);
+        if (courier.lane == 0) record(args.trace, SENT, current, -1, segment.peer, began);
     }
     courier.announce();
 }
@@ -288,8 +292,10 @@ __device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int 
             ready = panel;
         }
         int from_byte = panel * args.panel_bytes, to_byte = min(from_byte + args.panel_bytes, args.row_bytes);
+        uint64_t began = traced_time(args.trace);
         carry_sum<T, COPIES>(args, courier, one, from_byte, to_byte);
         carry_sum<T, COPIES>(args, courier, other, from_byte, to_byte);
+        if (courier.lane == 0 && from_byte < to_byte) record(args.trace, SENT, first, panel, one.peer, began);
     }
     courier.announce();
 }

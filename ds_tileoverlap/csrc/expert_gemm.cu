@@ -143,7 +143,7 @@ struct Operands {
 // One thread.
 template <int B_TRANSPOSED, int GATED>
 __device__ void load(Shared& shared, uint8_t* stages, Operands operands, Operands second, const CUtensorMap* up_maps,
-                     const TileOverlapArrivals& arrivals, uint32_t rank) {
+                     const TileOverlapArrivals& arrivals, TileOverlapTrace* trace, uint32_t rank) {
     QueueReader queue;
     Ring<STAGES> ring;
     int mapped = -1;
@@ -159,7 +159,9 @@ __device__ void load(Shared& shared, uint8_t* stages, Operands operands, Operand
             if (GATED) acquire_map(up_maps + tile.expert);
             mapped = tile.expert;
         }
+        uint64_t claimed = traced_time(trace);
         wait_for_band(arrivals, tile.band);
+        record(trace, TILE_STARTED, tile.band, tile.column_tile, -1, claimed);
         auto each_stage = [&](const Operands& pair) {
             for (int block = 0; block < pair.num_blocks(); block++) {
                 barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
@@ -242,20 +244,23 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, const Gate
 // Keeps its place in the queue until both warpgroups have stored, so none of them is ever a whole queue ahead of it.
 template <int GATED>
 __device__ void keep_books(Shared& shared, Scheduler scheduler, uint32_t* signals, uint32_t* panel_left,
-                           int panel_tiles, uint32_t epoch, int n, uint32_t rank) {
+                           int panel_tiles, uint32_t epoch, int n, TileOverlapTrace* trace, uint32_t rank) {
     QueueReader queue;
     int column_tiles = (n + columns_of_tile(GATED) - 1) / columns_of_tile(GATED);
     for (int i = 0; i < QUEUE && rank == 0; i++) scheduler.send_next(shared);
     while (true) {
         Tile tile = tile_of<GATED>(queue.read(shared), rank);
         if (tile.is_last) return;
+        uint64_t ready = 0;
         for (int group = 0; group < 2; group++) {
             barrier_wait(&shared.stored[group][queue.ring.slot], queue.ring.parity);
+            ready = traced_time(trace);
             if (signals != nullptr && tile.column < n)
                 publish(signals + (static_cast<size_t>(tile.band) * column_tiles + tile.column_tile) * 2 + group, epoch);
         }
         if (panel_left != nullptr && tile.is_remote && tile.column < n)
             add_to(panel_left + tile.column_tile / panel_tiles, -1u);
+        if (tile.column < n) record(trace, TILE_MADE, tile.band, tile.column_tile, -1, ready);
         queue.release(shared);
         queue.ring.advance();
         if (rank == 0) scheduler.send_next(shared);
@@ -267,7 +272,7 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
     expert_gemm(const __grid_constant__ CUtensorMap a_map, const CUtensorMap* b_maps,
                 const __grid_constant__ CUtensorMap a2_map, const CUtensorMap* b2_maps, const CUtensorMap* up_maps, T* c,
                 Gate<T> gate, const int4* items, const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, uint32_t* panel_left,
-                int panel_tiles, int n, int k, int k2, const __grid_constant__ TileOverlapCourier courier,
+                int panel_tiles, int n, int k, int k2, TileOverlapTrace* trace, const __grid_constant__ TileOverlapCourier courier,
                 const __grid_constant__ TileOverlapArrivals arrivals) {
     extern __shared__ uint8_t dynamic[];
     __shared__ Shared shared;
@@ -295,11 +300,11 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         give_registers<REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp == LOADER) {
-            if (lane == 0) load<B_TRANSPOSED, GATED>(shared, stages, operands, second, up_maps, arrivals, rank);
+            if (lane == 0) load<B_TRANSPOSED, GATED>(shared, stages, operands, second, up_maps, arrivals, trace, rank);
         } else if (warp == CLERK) {
             Scheduler scheduler = {items, *num_items, claimed, static_cast<int>(gridDim.x / 2)};
             if (lane == 0)
-                keep_books<GATED>(shared, scheduler, signals, panel_left, panel_tiles, signals ? *epoch : 0, n, rank);
+                keep_books<GATED>(shared, scheduler, signals, panel_left, panel_tiles, signals ? *epoch : 0, n, trace, rank);
         } else {
             run_courier<T>(courier, gridDim.x * NUM_COURIERS);
             place_arrivals(arrivals, gridDim.x * NUM_COURIERS);
@@ -354,7 +359,7 @@ int launch(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const
         a_map, static_cast<const CUtensorMap*>(gemm.b_maps), a2_map, static_cast<const CUtensorMap*>(gemm.b2_maps),
         static_cast<const CUtensorMap*>(gemm.up_maps), static_cast<T*>(gemm.c), gate,
         reinterpret_cast<const int4*>(gemm.items), gemm.num_items, gemm.claimed, gemm.signals, gemm.epoch,
-        gemm.panel_left, gemm.panel_tiles, gemm.n, gemm.k, gemm.k2, courier, arrivals);
+        gemm.panel_left, gemm.panel_tiles, gemm.n, gemm.k, gemm.k2, gemm.trace, courier, arrivals);
     return cudaGetLastError();
 }
 

@@ -48,6 +48,7 @@ struct TileOverlapGemm {
     int is_half;             // 0: bfloat16, 1: float16
     int b_is_transposed;     // 0: B_e is [n, k], 1: B_e is [k, n]
     int num_sms;             // how many SMs it may take
+    TileOverlapTrace* trace;  // or null
 };
 
 // Encodes the tensor map of each expert's weight [rows, columns], contiguous, into host memory.

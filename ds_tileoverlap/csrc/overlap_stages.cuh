@@ -110,7 +110,7 @@ inline TileOverlapCourier courier_of(const Exchange& all, const Channel& channel
 inline TileOverlapCourier token_courier(const Exchange& all, const Channel& channel, const TileOverlapTiling& tiling,
                                         const Projection& project) {
     TileOverlapCourier courier = courier_of(all, channel, tiling);
-    courier.errand = RETURN_SUMS;
+    courier.errand = RETURN_SUMS, courier.trace = project.trace;
     courier.rows = project.tokens, courier.index = project.sent_tokens, courier.num_choices = 1;
     courier.runs = tiling.send_runs, courier.num_panels = 1, courier.panel_bytes = tiling.row_bytes;
     return courier;
@@ -122,7 +122,7 @@ inline TileOverlapArrivals arrivals_of(const Exchange& all, const Channel& chann
     TileOverlapArrivals arrivals{};
     set_receiving(arrivals, all, channel);
     arrivals.rows = const_cast<void*>(project.a), arrivals.sources = project.row_sources;
-    SAME(arrivals, project, own_first), SAME(arrivals, project, own_end);
+    SAME(arrivals, project, own_first), SAME(arrivals, project, own_end), SAME(arrivals, project, trace);
     SAME(arrivals, tiling, row_bytes), SAME(arrivals, tiling, segments), SAME(arrivals, tiling, num_segments);
     arrivals.missing = tiling.left, arrivals.claimed = channel.placed, arrivals.num_peers = all.num_ranks;
     return arrivals;
@@ -132,7 +132,7 @@ inline TileOverlapArrivals arrivals_of(const Exchange& all, const Channel& chann
 inline TileOverlapCourier output_courier(const Exchange& all, const Channel& channel, const TileOverlapTiling& tiling,
                                          const Return& home) {
     TileOverlapCourier courier = courier_of(all, channel, tiling);
-    courier.rows = home.c, courier.index = home.index, courier.num_choices = all.num_choices;
+    courier.trace = home.trace, courier.rows = home.c, courier.index = home.index, courier.num_choices = all.num_choices;
     courier.runs = tiling.sum_runs, courier.num_panels = tiling.num_panels;
     courier.panel_bytes = tiling.panel_tiles * 256 * 2;
     if (home.sums) {

@@ -20,6 +20,12 @@ __device__ __forceinline__ uint32_t cluster_rank() {
     return rank;
 }
 
+__device__ __forceinline__ int sm_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(index));
+    return index;
+}
+
 // The address of the same shared variable in another CTA of the cluster.
 __device__ __forceinline__ uint32_t in_cta(uint32_t address, uint32_t rank) {
     uint32_t remote;

@@ -44,7 +44,11 @@ void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const T
             int row = item.row + (shares_b ? cta * BAND : 0), rows = min(shares_b ? item.rows - cta * BAND : item.rows, BAND);
             int tile = item.column_tile + (shares_b ? 0 : cta), band = item.band + (shares_b ? cta : 0);
             if (tile >= column_tiles) continue;
-            emulation::launch(nullptr, 1, 1, 0, [&] { wait_for_band(arrivals, band); });
+            emulation::launch(nullptr, 1, 1, 0, [&] {
+                uint64_t claimed = traced_time(gemm.trace);
+                wait_for_band(arrivals, band);
+                record(gemm.trace, TILE_STARTED, band, tile, -1, claimed);
+            });
             for (int r = row; r < row + rows; r++)
                 for (int column = tile * tile_n; column < min((tile + 1) * tile_n, gemm.n); column++) {
                     float sum = dot(a + static_cast<int64_t>(r) * gemm.k, gemm.b_maps, expert, column, gemm.k);
@@ -60,9 +64,11 @@ void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const T
                     float hidden = g / (1 + std::exp(-gemm.alpha * g)) * u * gemm.row_weights[r];
                     static_cast<T*>(gemm.hidden)[static_cast<int64_t>(r) * gemm.n + column] = from_float(hidden, T{});
                 }
+            uint64_t ready = traced_time(gemm.trace);
             for (int group = 0; gemm.signals && group < 2; group++)
                 publish(gemm.signals + (static_cast<int64_t>(band) * column_tiles + tile) * 2 + group, *gemm.epoch);
             if (gemm.panel_left && is_remote) add_to(gemm.panel_left + tile / gemm.panel_tiles, -1u);
+            emulation::launch(nullptr, 1, 1, 0, [&] { record(gemm.trace, TILE_MADE, band, tile, -1, ready); });
         }
     }
     beside.join();

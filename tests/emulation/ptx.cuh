@@ -30,6 +30,7 @@ uint32_t pack(float low, float high, T) {
     return from_float(low, T{}).bits | static_cast<uint32_t>(from_float(high, T{}).bits) << 16;
 }
 
+inline int sm_index() { return blockIdx.x; }
 inline void fence_async_global() {}
 inline void prefetch(const void*) {}
 

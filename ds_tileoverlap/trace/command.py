@@ -1,0 +1,95 @@
+"""``ds-tileoverlap trace``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from ..config import BLOCK, parse
+from ..planning.command import _shape as shape
+from ..planning.command import _whole as whole
+from ..planning.routing import Shape
+from . import perfetto, report
+
+FILE = "trace.json.gz"
+LIMIT_S = 900.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape", type=shape, required=True, help="one layer of gated experts: H=2048,I=768,E=128,k=8,tokens=8192"
+    )
+    parser.add_argument("--ranks", type=whole, help="of the expert-parallel group; default: all GPUs, or 2 on a CPU")
+    parser.add_argument("--config", type=Path, help="a ds_config file with the layer's options")
+    parser.add_argument("--out", type=Path, required=True, help=f"folder for {FILE} and trace.png")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Traces a step and prints its numbers; returns 0, 1 where there is no timeline, or 2 for wrong usage."""
+    num_gpus = torch.cuda.device_count()
+    num_ranks = arguments.ranks if arguments.ranks is not None else num_gpus or 2
+    try:
+        block = _block(arguments.config)
+        faults = _faults(arguments.shape, num_ranks, num_gpus, arguments.out)
+    except (OSError, ValueError) as error:
+        faults = [str(error)]
+    if faults:
+        print(f"ds-tileoverlap: {'; '.join(faults)}", file=sys.stderr)
+        return 2
+    job = {"shape": asdict(arguments.shape), "block": block, "folder": str(arguments.out)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    try:
+        done = subprocess.run(
+            [*command, "-m", "ds_tileoverlap.trace.job", json.dumps(job)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"ds-tileoverlap: the {num_ranks} ranks were not done in {LIMIT_S:.0f} s", file=sys.stderr)
+        return 1
+    said = [line for line in done.stdout.splitlines() if line.startswith(f"{BLOCK}:")]
+    print("\n".join(said), file=sys.stderr)
+    if done.returncode or not (arguments.out / FILE).exists():
+        if done.returncode:
+            print(done.stderr, file=sys.stderr)
+        return 1
+    facts = perfetto.read(arguments.out / FILE)["otherData"]
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        report.show(facts)
+    return 0
+
+
+def _block(path: Path | None) -> dict:
+    """The options of the file, if there is one.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is wrong.
+    """
+    ds_config = json.loads(path.read_text()) if path else {}
+    parse(ds_config)
+    return ds_config.get(BLOCK, {})
+
+
+def _faults(layer: Shape, num_ranks: int, num_gpus: int, folder: Path) -> list[str]:
+    faults = [f"{name}: got {value}, expected at least 1" for name, value in vars(layer).items() if value < 1]
+    if num_ranks < 1 or layer.experts % num_ranks:
+        faults.append(f"--ranks: got {num_ranks}, expected at least 1 and a divisor of the {layer.experts} experts")
+    if num_gpus and num_ranks > num_gpus:
+        faults.append(f"--ranks: got {num_ranks}, expected at most the {num_gpus} GPUs of this machine")
+    if layer.top_k > layer.experts:
+        faults.append(f"k: got {layer.top_k}, expected at most the {layer.experts} experts")
+    if (folder / FILE).exists():
+        faults.append(f"--out: {folder / FILE} exists already")
+    return faults
