@@ -9,6 +9,7 @@ import sys
 from . import bench_report, doctor
 from .ckpt import command as ckpt
 from .planning import command as planning
+from .planning import tune
 
 # Name -> (what it is for, a function that adds its arguments; it sets ``run``, from the arguments to the exit code).
 COMMANDS = {
@@ -16,6 +17,7 @@ COMMANDS = {
     "ckpt": ("inspect and convert checkpoints of MoE models", ckpt.add_arguments),
     "doctor": ("what this machine can do, what it cannot, and why", doctor.add_arguments),
     "plan": ("what a layer would take on both backends, predicted without a GPU", planning.add_arguments),
+    "tune": ("measure this machine once, for what 'auto' decides and 'plan' predicts", tune.add_arguments),
 }
 
 

@@ -105,7 +105,7 @@ class _OverlappedMLP(sequential.RoutedMLP):
         # Everything until here is done while the counts are on their way; once they are there, the device waits.
         with stages("layout"):
             plan = counting.finish()
-        if not plan.all_can_overlap:
+        if not plan.overlaps:
             return sequential.RoutedMLP.forward(
                 ctx, x, weights, anchor, experts, plan, dtype, stages, None, recompute_dispatch, *parameters
             )

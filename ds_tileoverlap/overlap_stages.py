@@ -37,7 +37,7 @@ class Run:
         self.group, self.op, self.pool, self.row_bytes = group, group.op, group.pool, row_bytes
         self._maps = maps
         self._schedules: dict[tuple[int, Returns], Schedule] = {}
-        self.comm_sms = 0 if config.comm_sms == "auto" else config.comm_sms
+        self.comm_sms = group.comm_sms if config.comm_sms == "auto" else config.comm_sms
         self.overlaps_dispatch, self.overlaps_backward = config.overlap_dispatch, config.overlap_backward
         self.limit_ns = int(peers.timeout_s * NS)
 

@@ -6,6 +6,9 @@ Between the two halves of the stage the host prepares the next ones: once the co
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from .config import TileOverlapConfig
 from .exchange import WATCHDOG_MARGIN_S, Peers, peer_error
 from .kernels import raw_stream
@@ -14,9 +17,30 @@ from .overlap_group import NS, Group, check_failure
 from .route import Routes
 from .schedule import BAND, Returns
 
+if TYPE_CHECKING:
+    from .planning.choices import Choices
+
 SEGMENT_BYTES = 2**21
 # Sums return where they are so many times fewer than rows: adding up costs memory traffic, and starts later.
 SUMS_BELOW = 0.6
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``auto`` means for a layer and a number of tokens; without a profile, the same for all.
+
+    Attributes:
+        sums_below: how many times fewer than rows sums must be to return.
+        segment_bytes: of one transfer of rows.
+        why_sequential: why overlap would be slower than the sequential backend; ``None`` where it would not.
+    """
+
+    sums_below: float = SUMS_BELOW
+    segment_bytes: int = SEGMENT_BYTES
+    why_sequential: str | None = None
+
+
+USUAL = Choice()
 
 
 class Counting:
@@ -28,6 +52,7 @@ class Counting:
         peers: the expert-parallel group.
         row_bytes: of one hidden row.
         can_overlap: whether this rank can run the overlap backend now; the others learn of it with the counts.
+        choices: of the layer, where a profile decides.
 
     Attributes:
         plan: what :meth:`finish` returned.
@@ -42,11 +67,13 @@ class Counting:
         config: TileOverlapConfig,
         row_bytes: int,
         can_overlap: bool,
+        choices: Choices | None = None,
     ):
         op, pool, size, experts = group.op, group.pool, peers.size, routes.experts
         self.plan: Plan | None = None
         self._experts, self._weights = experts, routes.weights.detach().contiguous()
         self.peers, self.group, self.config, self.row_bytes = peers, group, config, row_bytes
+        self._choices = choices
         num_tokens, top_k = experts.shape
         keys, num_blocks = num_experts + size, -(-num_tokens // op.BLOCK_TOKENS)
         sizes = [num_blocks * keys, size * (keys + 1), 2 * keys + 1]
@@ -95,7 +122,8 @@ class Counting:
         host_counts = self.group.pool.host_counts[: self._counts.numel()].clone().view(self._counts.shape)
         experts, weights, (num_tokens, top_k) = self._experts, self._weights, self._experts.shape
         plan = Plan(peers, host_counts, self._counts, *[None] * 7)
-        returns = choose_returns(self.config, plan, self.row_bytes)
+        choice = self._choices.of(plan) if self._choices is not None and plan.all_can_overlap else USUAL
+        returns = choose_returns(self.config, plan, self.row_bytes, choice)
         num_received = sum(plan.recv_splits)
         sent_tokens = experts.new_empty(sum(plan.send_splits))
         most = max(map(sum, zip(*plan.sends_between))) * -(-2 * top_k // 4) * 16
@@ -135,6 +163,7 @@ class Counting:
             row_weights=row_weights,
             row_offsets=self._row_offsets,
             returns=returns,
+            overlaps=plan.all_can_overlap and choice.why_sequential is None,
             slots=self._slots,
         )
         return self.plan
@@ -147,13 +176,13 @@ class Counting:
         check_failure(pool.host_failure, self.peers)
 
 
-def choose_returns(config: TileOverlapConfig, plan: Plan, row_bytes: int) -> Returns:
+def choose_returns(config: TileOverlapConfig, plan: Plan, row_bytes: int, choice: Choice = USUAL) -> Returns:
     """How rows come home: from the exchanged counts, so that all ranks choose alike."""
     num_routes, num_sends = sum(map(sum, plan.remote_routes)), sum(map(sum, plan.remote_sends))
-    sums = num_sends < SUMS_BELOW * num_routes if config.combine == "auto" else config.combine == "sums"
+    sums = num_sends < choice.sums_below * num_routes if config.combine == "auto" else config.combine == "sums"
     bands = config.bands_per_segment
     if bands == "auto":
-        bands = max(1, SEGMENT_BYTES // (BAND * row_bytes))
+        bands = max(1, choice.segment_bytes // (BAND * row_bytes))
     return Returns(sums, config.owner_alignment == "tile", bands, num_panels=2 if sums else 1)
 
 
