@@ -122,7 +122,8 @@ class Counting:
         host_counts = self.group.pool.host_counts[: self._counts.numel()].clone().view(self._counts.shape)
         experts, weights, (num_tokens, top_k) = self._experts, self._weights, self._experts.shape
         plan = Plan(peers, host_counts, self._counts, *[None] * 7)
-        choice = self._choices.of(plan) if self._choices is not None and plan.all_can_overlap else USUAL
+        decides = self._choices is not None and plan.all_can_overlap
+        choice = self._choices.of(max(map(sum, plan.routes_between))) if decides else USUAL
         returns = choose_returns(self.config, plan, self.row_bytes, choice)
         num_received = sum(plan.recv_splits)
         sent_tokens = experts.new_empty(sum(plan.send_splits))

@@ -45,9 +45,9 @@ class Choices:
         self._gated, self._options = experts.form.gate is not None, config.model_dump_json()
         self._found: dict[int, Choice] = {}
 
-    def of(self, plan: Plan) -> Choice:
-        """The choice for as many tokens as the rank with most of them has, to the nearest power of two of routes."""
-        size = (max(map(sum, plan.routes_between)) * 4 // 3).bit_length()
+    def of(self, most_routes: int) -> Choice:
+        """The choice for so many routes from the rank that has most, which all ranks know, to the next power of two."""
+        size = (most_routes * 4 // 3).bit_length()
         found = self._found.get(size)
         return self._first(size) if found is None else found
 

@@ -49,11 +49,15 @@ def _output_of(*command: str) -> str:
         return ""
 
 
-def path_of(machine: dict) -> Path:
-    """Where ``tune`` writes the profile of such a machine, in the user's cache."""
+def folder() -> Path:
+    """Where ``tune`` keeps profiles: in the user's cache, as the XDG rules have it."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    return folder / "ds_tileoverlap" / f"{name_of(machine)}.yaml"
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "ds_tileoverlap"
+
+
+def path_of(machine: dict) -> Path:
+    """The file of the profile that ``tune`` makes of such a machine."""
+    return folder() / f"{name_of(machine)}.yaml"
 
 
 def name_of(machine: dict) -> str:

@@ -48,16 +48,22 @@ def main() -> int:
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    # The other ranks wait for this one to come, and leave their GPUs alone.
+    link_gbs = _link_gbs(int(os.environ["WORLD_SIZE"])) if rank == 0 else 0.0
     deepspeed.init_distributed("nccl", verbose=False)
     group = overlap_group.group_of(peers_of(dist.group.WORLD, device, None, "tune"), device, profile="none")
     if rank == 0:
-        world = dist.get_world_size()
-        found = {"link_gbs": min(copy_speed(i, (i + 1) % world) for i in range(world))}
-        print(json.dumps({"refusal": group.reason} if group.op is None else found), flush=True)
+        print(json.dumps({"refusal": group.reason} if group.op is None else {"link_gbs": link_gbs}), flush=True)
     if group.op is not None:
         _time_layers(arguments.layers, arguments.limit, device)
     dist.destroy_process_group()
     return 0
+
+
+def _link_gbs(num_gpus: int) -> float:
+    found = min(copy_speed(i, (i + 1) % num_gpus) for i in range(num_gpus))
+    torch.cuda.empty_cache()
+    return found
 
 
 def _time_layers(layers: list[dict], limit_s: float, device: torch.device) -> None:
