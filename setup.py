@@ -23,7 +23,7 @@ setup(
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=["ds_tileoverlap", "ds_tileoverlap.ckpt", "ds_tileoverlap.planning", "ds_tileoverlap.op_builder"],
+    packages=["ds_tileoverlap", *(f"ds_tileoverlap.{name}" for name in ("bench", "ckpt", "planning", "op_builder"))],
     package_dir={"ds_tileoverlap.op_builder": "op_builder"},
     package_data={"ds_tileoverlap": ["csrc/*", "planning/profiles/*"]},
     python_requires=f">={versions['TESTED']['python'][0]}",

@@ -6,14 +6,15 @@ import argparse
 import signal
 import sys
 
-from . import bench_report, doctor
+from . import doctor
+from .bench import command as bench
 from .ckpt import command as ckpt
 from .planning import command as planning
 from .planning import tune
 
 # Name -> (what it is for, a function that adds its arguments; it sets ``run``, from the arguments to the exit code).
 COMMANDS = {
-    "bench": ("report what the benchmarks found", bench_report.add_arguments),
+    "bench": ("run the benchmarks, and report what they found", bench.add_arguments),
     "ckpt": ("inspect and convert checkpoints of MoE models", ckpt.add_arguments),
     "doctor": ("what this machine can do, what it cannot, and why", doctor.add_arguments),
     "plan": ("what a layer would take on both backends, predicted without a GPU", planning.add_arguments),

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_tileoverlap import bench_page, bench_records, bench_report, cli
-from ds_tileoverlap.bench_records import BOTH
-from ds_tileoverlap.bench_report import FUSED
+from ds_tileoverlap import cli
+from ds_tileoverlap.bench import page as bench_page
+from ds_tileoverlap.bench import records, report
+from ds_tileoverlap.bench.records import BOTH
+from ds_tileoverlap.bench.report import FUSED
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "examples" / "results"
@@ -41,7 +43,7 @@ def times_of(**medians):
 
 
 def results(folder):
-    return bench_report.results(bench_records.read(folder))
+    return report.results(records.read(folder))
 
 
 def cell(text, row, column):
@@ -55,12 +57,12 @@ def cell(text, row, column):
 
 
 def worse(folder):
-    return {found[:5]: found.extra for found in bench_records.worse(bench_records.read(folder))}
+    return {found[:5]: found.extra for found in records.worse(records.read(folder))}
 
 
 def test_the_readme_is_what_the_records_say():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == bench_report.with_results(readme, results(RECORDS)), "ds-tileoverlap bench report --readme"
+    assert readme == report.with_results(readme, results(RECORDS)), "ds-tileoverlap bench report --readme"
 
 
 def test_figures_follow_the_records(folder):
@@ -72,10 +74,10 @@ def test_figures_follow_the_records(folder):
 
 def test_only_the_part_between_the_markers_changes(folder, tmp_path, capsys):
     readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{bench_report.BEGIN}\nold\n{bench_report.END}\nbelow\n")
+    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
     assert cli.main(["bench", "report", str(folder), "--readme", str(readme)]) == 0
     text = capsys.readouterr().out
-    assert readme.read_text() == f"above\n{bench_report.BEGIN}\n{text}{bench_report.END}\nbelow\n"
+    assert readme.read_text() == f"above\n{report.BEGIN}\n{text}{report.END}\nbelow\n"
 
 
 def test_every_place_where_ours_is_slower(folder):
@@ -136,7 +138,7 @@ def test_other_runs_give_a_range(folder):
     change(folder, "qwen3-30b", times_of(autoep_fused=8.0, ours=4.0))
     for number, median in ((2, 5.0), (10, 10.0)):
         change(folder, "qwen3-30b", times_of(ours=median), f"qwen3-30b.{number}")
-    (benchmark,) = (b for b in bench_records.read(folder) if b.runs[0].name == "qwen3-30b")
+    (benchmark,) = (b for b in records.read(folder) if b.runs[0].name == "qwen3-30b")
     assert [run.name for run in benchmark.runs][:2] == ["qwen3-30b", "qwen3-30b.2"]
     assert benchmark.runs[-1].name == "qwen3-30b.10"
     text = results(folder)
@@ -149,6 +151,15 @@ def test_a_run_without_an_arm_leaves_the_range_to_the_others(folder):
     change(folder, "olmoe", times_of(ours=4.0, stock=8.0))
     change(folder, "olmoe", lambda record: record["arms"].pop("stock"), "olmoe.2")
     assert cell(results(folder), "DeepSpeed's layer, converted", "olmoe") == "2.00x"
+
+
+def test_how_records_are_made_again(folder):
+    keep_only(folder, ["stages-olmoe", "olmoe"])
+    again = "ds-tileoverlap bench run layer --shapes F --ranks 2"
+    change(folder, "olmoe", lambda record: record["environment"].update(command=again))
+    lines = results(folder).splitlines()
+    assert f"`{again} --out DIR`" in lines
+    assert any(line.startswith("`torchrun --standalone --nproc_per_node=2 examples/") for line in lines)
 
 
 FAULTS = {
@@ -166,10 +177,12 @@ def test_a_file_that_is_no_record(folder, capsys, name, text, words):
 
 def test_what_is_no_result(folder, capsys):
     change(folder, "olmoe", lambda record: record["gate"].update(passed=False))
+    change(folder, "stages-olmoe", lambda record: record.update(gate={"passed": False}, times_ms={}))
     change(folder, "mixtral", lambda record: record["environment"].pop("nccl"))
     change(folder, "mixtral-2048", lambda record: None, "qwen3-30b.2")
     said = failed(folder, capsys)
-    assert "olmoe.json: its equality gate failed" in said and "mixtral.json: a smoke test on" in said
+    assert "/olmoe.json: its equality gate failed" in said and "stages-olmoe.json: its equality gate failed" in said
+    assert "mixtral.json: a smoke test on" in said
     assert "qwen3-30b.2.json: another benchmark or shape than qwen3-30b.json" in said
 
 
@@ -179,13 +192,13 @@ def test_no_records(tmp_path, capsys):
 
 def test_a_readme_without_markers_is_left_alone(tmp_path, capsys):
     readme = tmp_path / "README.md"
-    readme.write_text(bench_report.END)
+    readme.write_text(report.END)
     assert "expected a line <!-- results -->" in failed(RECORDS, capsys, "--readme", str(readme))
-    assert readme.read_text() == bench_report.END
+    assert readme.read_text() == report.END
 
 
 def test_a_page_needs_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ds_tileoverlap.bench_page", None)
+    monkeypatch.setitem(sys.modules, "ds_tileoverlap.bench.page", None)
     assert "pip install matplotlib" in failed(RECORDS, capsys, "--html", str(tmp_path / "page.html"))
     assert not list(tmp_path.iterdir())
 
@@ -199,10 +212,10 @@ def failed(folder, capsys, *options):
 
 def test_json(capsys):
     assert cli.main(["bench", "report", str(RECORDS), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     record = json.loads((RECORDS / "olmoe.json").read_text())
-    assert report["measures"]["olmoe"]["forward"]["ours"] == record["arms"]["ours"]["forward_ms"]
-    assert [tuple(place.values()) for place in report["worse"]] == bench_records.worse(bench_records.read(RECORDS))
+    assert found["measures"]["olmoe"]["forward"]["ours"] == record["arms"]["ours"]["forward_ms"]
+    assert [tuple(place.values()) for place in found["worse"]] == records.worse(records.read(RECORDS))
 
 
 class Page(HTMLParser):
@@ -240,7 +253,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page():
-    return bench_page.page(bench_records.read(RECORDS))
+    return bench_page.page(records.read(RECORDS))
 
 
 def test_the_page_is_whole_and_loads_nothing(page):
@@ -253,7 +266,7 @@ def test_the_page_is_whole_and_loads_nothing(page):
 
 def test_the_page_has_every_figure(page):
     cells = Page(page).found["td"]
-    for benchmark in bench_records.read(RECORDS):
+    for benchmark in records.read(RECORDS):
         for arms in benchmark.runs[0].measures.values():
             for arm in arms.values():
                 spread = f" ({arm['p10']:.3f} to {arm['p90']:.3f})" if "p10" in arm else ""
@@ -267,7 +280,7 @@ def test_plots_take_the_colour_of_the_text(page):
 PLOTS = {
     "olmoe": {"Times as fast: forward + backward"},
     "olmoe olmoe-2048": {"Times as fast: forward + backward", "Time over tokens"},
-    "stages-olmoe": {"Stages: max(compute, link) over their time"},
+    "stages-olmoe": {"Stages: efficiency, max(compute, link) over their time"},
     "step-olmoe": set(),
     "train_moe-500-steps": {"Training"},
 }
@@ -279,6 +292,31 @@ def test_plots_of_what_there_is(folder, names, headings):
     assert {*headings_of(folder)} - {"Results", "Percentiles: median (p10 to p90)"} == headings
 
 
+GROWTH = {
+    "more experts": ("olmoe", {"experts": 128}, "Time over experts"),
+    "fewer tokens": ("stages-olmoe", {"tokens": 4096}, "Stages: time over tokens"),
+    "fewer experts": ("stages-olmoe", {"experts": 32}, "Stages: time over experts"),
+}
+
+
+@pytest.mark.parametrize("name,sizes,heading", GROWTH.values(), ids=GROWTH)
+def test_growth_with_one_size(folder, name, sizes, heading):
+    keep_only(folder, [name])
+    change(folder, name, lambda record: record["shape"].update(sizes, name="other"), "other")
+    assert heading in headings_of(folder)
+    change(folder, "other", lambda record: record["shape"].update(hidden=1024))
+    assert heading not in headings_of(folder), "another layer"
+
+
+def test_other_numbers_of_experts_are_cases_of_their_layer(folder):
+    keep_only(folder, ["olmoe"])
+    change(folder, "olmoe", times_of(ours=4.0, sequential=8.0))
+    change(folder, "olmoe", lambda record: record["shape"].update(name="olmoe-16", experts=16), "olmoe-16")
+    change(folder, "olmoe-16", times_of(sequential=6.0))
+    row = "`overlap` against `sequential`, 8192 tokens; 8192 tokens 16 experts"
+    assert cell(results(folder), row, "olmoe") == "2.00x; 1.50x"
+
+
 def test_a_sweep_over_sms(folder):
     def sweep(record):
         times = record["times_ms"]
@@ -286,7 +324,7 @@ def test_a_sweep_over_sms(folder):
 
     keep_only(folder, ["stages-olmoe"])
     change(folder, "stages-olmoe", sweep)
-    assert "SMs for couriers of the return" in headings_of(folder)
+    assert "Return: SMs for couriers" in headings_of(folder)
 
 
 def keep_only(folder, names):
@@ -297,11 +335,11 @@ def keep_only(folder, names):
 
 def headings_of(folder):
     """Of the page; each plot has one."""
-    found = Page(bench_page.page(bench_records.read(folder))).found
+    found = Page(bench_page.page(records.read(folder))).found
     assert len(found["svg"]) == len(found["h2"]) - 2
     return found["h2"]
 
 
 def test_markup_in_a_record_stays_text(folder):
     change(folder, "olmoe", lambda record: record["environment"].update(device="<script>alert(1)</script>"))
-    assert not Page(bench_page.page(bench_records.read(folder))).found["script"]
+    assert not Page(bench_page.page(records.read(folder))).found["script"]

@@ -48,7 +48,7 @@ def record_of(layer, truth, settings=()):
         if arm != "serial" or stage.work.stage.name == "down"
     }
     record["returns"] = "sums" if stages[0].work.plan.returns.sums else "rows"
-    record["errors_vs_sequential"] = {"in": 0.0, "down": 2e-3}
+    record["gate"] = {"passed": True}
     for kind, usual, others in settings:
         arm = {"comm_sms": f"down: {record['returns']}", "segments": "down: segments"}[kind]
         for setting, ratio in {usual: 1.0, **others}.items():
@@ -183,13 +183,13 @@ import json
 print("some words")
 print(json.dumps({"link_gbs": 123.0}), flush=True)
 for i in range(%d):
-    record = {"shape": {"name": f"layer {i}"}, "errors_vs_sequential": {"in": 0.0, "down": %s}}
+    record = {"shape": {"name": f"layer {i}"}, "gate": {"passed": %s}}
     print(json.dumps({"record": record}), flush=True)
 """
 
 
 def test_records_come_with_their_progress(capsys, monkeypatch):
-    ranks_that(monkeypatch, RECORDS % (4, 1e-3))
+    ranks_that(monkeypatch, RECORDS % (4, True))
     records, link_gbs = tune.measure(2, 120.0)
     assert [record["shape"]["name"] for record in records] == [f"layer {i}" for i in range(4)] and link_gbs == 123
     lines = capsys.readouterr().err.splitlines()
@@ -199,13 +199,13 @@ def test_records_come_with_their_progress(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "program,words",
     [
-        (RECORDS % (3, 0.0), "3 layers were measured in 120 s, fewer than 4; --limit gives more time"),
-        (RECORDS % (5, 0.5), "wrong for layer 0, layer 1, "),
+        (RECORDS % (3, True), "3 layers were measured in 120 s, fewer than 4; --limit gives more time"),
+        (RECORDS % (5, False), "wrong for layer 0, layer 1, "),
         (
             "import json; print(json.dumps({'refusal': 'no peer access'}))",
             "these GPUs cannot overlap, as no peer access",
         ),
-        (RECORDS % (4, 0.0) + "raise ValueError('out of everything')", "failed: ValueError: out of everything"),
+        (RECORDS % (4, True) + "raise ValueError('out of everything')", "failed: ValueError: out of everything"),
         ("raise SystemExit(3)", "the measurement failed: no message"),
     ],
     ids=["too few", "wrong results", "refused", "failed", "silent"],
@@ -235,35 +235,22 @@ def test_ranks_get_as_many_experts(monkeypatch):
     }  # fmt: skip
 
 
-class OneReturn:
-    """In place of the stage benchmark's class."""
-
-    width = 512
-
-    def plan_of(self, how):
-        assert how == "rows"
-        return balanced(Shape(512, 256, 8, 2, 64), 2).but(slots=torch.zeros(64, 2))
-
-    def run_of(self, plan, width, returns):
-        return returns
-
-    def return_only_arms(self, operand, rows, comm_sms):
-        return {f"rows {num_sms}": None for num_sms in comm_sms}
-
-
 def test_segments_are_arms_too(monkeypatch):
     """2 MiB are 16 bands of 128 rows of 1 KiB; a stage ends when rows are there, not when all tokens are summed."""
-    calls = []
+    calls, plan = [], balanced(Shape(512, 256, 8, 2, 64), 2).but(slots=torch.zeros(64, 2))
     monkeypatch.setattr(overlap_stages, "return_while_computed", lambda *arguments: calls.append(arguments))
-    stages = tune_worker.stages_with_segments(SimpleNamespace(Stages=OneReturn))()
-    arms = stages.return_only_arms(SimpleNamespace(width=512), None, [0, 8])
-    assert list(arms) == ["rows 0", "rows 8", *(f"segments {2**20 << i}" for i in range(3))]
-    assert str(SEGMENT_BYTES) in list(arms)[3]
-    for arm in list(arms.values())[2:]:
-        arm()
-    for (_, plan, returns, _), bands in zip(calls, (8, 16, 32), strict=True):
-        assert plan.returns == returns and (returns.sums, returns.bands_per_segment) == (False, bands)
-        assert plan.slots.shape == (1, 2)
+    stages = object.__new__(tune_worker.StagesWithSegments)
+    stages.plan, stages.rank, stages.width = plan, 0, 512
+    monkeypatch.setattr(stages, "plan_of", lambda how: plan.but(returns=how), raising=False)
+    monkeypatch.setattr(stages, "run_of", lambda plan, width, returns, num_sms=0: returns, raising=False)
+    arms = stages.return_only_arms(SimpleNamespace(width=512), torch.zeros(4), (0, 8))
+    segments = [f"segments {SEGMENT_BYTES // 2 << i}" for i in range(3)]
+    assert list(arms) == ["serial", "rows 0", "rows 8", "sums 0", "sums 8", *segments]
+    for name in segments:
+        arms[name]()
+    for (_, its_plan, returns, _), bands in zip(calls, (8, 16, 32), strict=True):
+        assert its_plan.returns == returns and (returns.sums, returns.bands_per_segment) == (False, bands)
+        assert its_plan.slots.shape == (1, 2)
 
 
 @pytest.mark.gpu(2)

@@ -1,4 +1,4 @@
-"""Finds the rates of a profile in records of ``examples/benchmark_stages.py``.
+"""Finds the rates of a profile in records of ``ds-tileoverlap bench run stages``.
 
     python -m ds_tileoverlap.planning.fit --name NAME --num-sms 132 --link NV18 examples/results/stages-*.json > FILE
 
@@ -23,7 +23,7 @@ from .profile import Profile, Rates, dump
 from .routing import Shape, Unevenness, draw
 from .stages import Work, fused_us, gemm_us, sequential_us, serial_us, works
 
-# The routing of benchmark_stages.py.
+# The routing of bench/stages.py.
 SPREAD = 0.15
 # Arm -> how it is predicted.
 ARMS: dict[str, Callable[[Work, Profile], float]] = {

@@ -37,7 +37,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Unevenness:
-    """How scores, uniform over 0 to 1, differ between experts; as in ``examples/benchmark_stages.py``.
+    """How scores, uniform over 0 to 1, differ between experts; as in ``bench/stages.py``.
 
     Attributes:
         skew: added to the scores of rank 0's experts.

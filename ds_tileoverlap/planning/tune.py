@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,8 +41,8 @@ LEFT_OUT = "olmoe"
 LEAST_LAYERS = 4
 # Beside the measurement: the operator may have to be built, ranks start, the last layer ends.
 START_S, END_S = 300.0, 60.0
-# What a stage may differ from the sequential one, relative; more is a fault that no time makes good.
-LARGEST_ERROR = 1e-2
+# The launcher gives its ranks 30 seconds to end.
+KILL_S = 45.0
 
 
 class TuneError(RuntimeError):
@@ -108,7 +108,7 @@ def tune(num_ranks: int, limit_s: float) -> dict:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     profile = fit.fit(rest, machine.name_of(here), num_sms, link_gbs, here["link"])
     names = [record["shape"]["name"] for record in rest]
-    source = {**profile.source, "command": "ds-tileoverlap tune", "records": names}
+    source = {**profile.source, "records": names}
     error = fit.left_out_error(profile, left_out)
     profile = replace(profile, key=here, source=source, left_out_error=error)
     return {
@@ -145,7 +145,7 @@ def measure(num_ranks: int, limit_s: float) -> tuple[list[dict], float]:
             if record := message.get("record"):
                 records.append(record)
                 advance(record["shape"]["name"])
-    wrong = [r["shape"]["name"] for r in records if max(r["errors_vs_sequential"].values()) > LARGEST_ERROR]
+    wrong = [record["shape"]["name"] for record in records if not record["gate"]["passed"]]
     if wrong:
         raise TuneError(
             f"results of the overlap backend are wrong for {', '.join(wrong)}; ds-tileoverlap doctor may help"
@@ -164,7 +164,8 @@ def messages(command: list[str], limit_s: float) -> Iterator[dict]:
         TuneError: the command failed, or did not end in time.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace")
+        options = dict(text=True, errors="replace", start_new_session=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, **options)
         # The launcher ends its ranks when it is told to end.
         late = threading.Timer(limit_s, process.terminate)
         late.start()
@@ -175,7 +176,9 @@ def messages(command: list[str], limit_s: float) -> Iterator[dict]:
             was_late = not late.is_alive()
             late.cancel()
             process.terminate()
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_S)
+            process.kill()
             process.stdout.close()
         if was_late:
             raise TuneError(f"the measurement did not end within {limit_s:.0f} s")

@@ -11,31 +11,25 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 
 import deepspeed
 import torch
 from torch import distributed as dist
 
 from .. import overlap_group, overlap_stages
+from ..bench.measure import environment
+from ..bench.shapes import StageShape
+from ..bench.stages import Stages
 from ..config import TileOverlapConfig
 from ..doctor import copy_speed
 from ..exchange import peers_of
+from ..overlap_stages import Operand
 from ..symmetric_layout import Choice, choose_returns
 
 # What is tried beside what ``auto`` takes without a profile.
-COMM_SMS = [0, 8, 16]
-SEGMENTS_BYTES = [2**20, 2**21, 2**22]
+COMM_SMS = (0, 8, 16)
+SEGMENTS_BYTES = (2**20, 2**21, 2**22)
 SAMPLES = 4
-
-
-def stage_benchmark() -> ModuleType:
-    """The module whose ``Stages`` times the stages of a layer."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    import benchmark_stages
-
-    return benchmark_stages
 
 
 def main() -> int:
@@ -67,38 +61,37 @@ def _link_gbs(num_gpus: int) -> float:
 
 
 def _time_layers(layers: list[dict], limit_s: float, device: torch.device) -> None:
-    stages, began = stages_with_segments(stage_benchmark()), time.monotonic()
+    began = time.monotonic()
     for layer in layers:
         in_time = torch.tensor([time.monotonic() - began < limit_s], device=device)
         dist.broadcast(in_time, 0)
         if not in_time.item():
             return
         # The host is timed too: what it needs decides for small layers.
-        record = stages(layer, device).record(COMM_SMS, SAMPLES, launch=True)
+        record = {
+            "shape": layer,
+            "ranks": dist.get_world_size(),
+            "environment": environment(device, "ds-tileoverlap tune"),
+            **StagesWithSegments(StageShape(**layer), device).record(COMM_SMS, SAMPLES, launch=True),
+        }
         if dist.get_rank() == 0:
             print(json.dumps({"record": record}), flush=True)
         torch.cuda.empty_cache()
 
 
-def stages_with_segments(benchmark: ModuleType) -> type:
-    """The benchmark's ``Stages`` with one more kind of arm: rows that return in segments of other sizes."""
+class StagesWithSegments(Stages):
+    """The stages with one more kind of arm: rows that return in segments of other sizes."""
 
-    class Stages(benchmark.Stages):
-        def return_only_arms(self, operand, rows, comm_sms: list[int]) -> dict[str, Callable]:
-            arms, plan = super().return_only_arms(operand, rows, comm_sms), self.plan_of("rows")
-            config = TileOverlapConfig(combine="rows")
-            for num_bytes in SEGMENTS_BYTES:
-                returns = choose_returns(config, plan, self.width * 2, Choice(segment_bytes=num_bytes))
-                its_plan, run = (
-                    plan.but(slots=plan.slots[:1], returns=returns),
-                    self.run_of(plan, operand.width, returns),
-                )
-                arms[f"segments {num_bytes}"] = partial(
-                    overlap_stages.return_while_computed, [(rows, operand)], its_plan, run, nullcontext
-                )
-            return arms
-
-    return Stages
+    def return_only_arms(self, operand: Operand, rows: torch.Tensor, comm_sms: tuple[int, ...]) -> dict[str, Callable]:
+        arms, plan = super().return_only_arms(operand, rows, comm_sms), self.plan_of("rows")
+        config = TileOverlapConfig(combine="rows")
+        for num_bytes in SEGMENTS_BYTES:
+            returns = choose_returns(config, plan, self.width * 2, Choice(segment_bytes=num_bytes))
+            its_plan, run = plan.but(slots=plan.slots[:1], returns=returns), self.run_of(plan, operand.width, returns)
+            arms[f"segments {num_bytes}"] = partial(
+                overlap_stages.return_while_computed, [(rows, operand)], its_plan, run, nullcontext
+            )
+        return arms
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``ds-tileoverlap bench report``: the README's results, and a page with all of them, from the benchmarks' records.
+"""What the records of the benchmarks say, as Markdown: the README's results.
 
 Every figure is computed from a record. Where there are more runs of a benchmark, the first one's medians are shown and,
 in parentheses, the range of the others.
@@ -6,15 +6,12 @@ in parentheses, the range of the others.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import textwrap
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Sequence
 
-from .bench_records import (
+from .records import (
     BOTH,
     FORWARD,
     GEMMS_ALONE,
@@ -27,7 +24,6 @@ from .bench_records import (
     Benchmark,
     RecordError,
     Worse,
-    read,
     worse,
 )
 
@@ -55,39 +51,10 @@ SPEEDUPS = {
 # Stage in which a GEMM and an exchange are one kernel -> its bytes on the link.
 FUSED = {"in": "arrive", "down": "return", "down back": "arrive", "in back": "return"}
 DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
+# In these the shapes of a family are equal; they differ in tokens, experts and how even their routing is.
+FAMILY = ("hidden", "intermediate", "top_k")
 VERSIONS = {"torch": "torch", "triton": "triton", "deepspeed": "DeepSpeed", "transformers": "transformers"}
 VERSIONS |= {"nccl": "NCCL", "driver": "driver", "commit": "commit"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    report = actions.add_parser("report", help="what the records of the benchmarks say")
-    report.add_argument("records", type=Path, help="a folder of records, such as examples/results")
-    report.add_argument("--readme", type=Path, help=f"rewrite the part of this file between {BEGIN} and {END}")
-    report.add_argument("--html", type=Path, help="write a page with all percentiles and with plots; needs matplotlib")
-    report.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
-    report.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the report and writes what was asked for; returns 0, or 2 where the records or a file do not fit."""
-    try:
-        benchmarks = read(arguments.records)
-        if arguments.html:
-            from .bench_page import page
-
-            arguments.html.write_text(page(benchmarks), encoding="utf-8")
-        if arguments.readme:
-            readme = with_results(arguments.readme.read_text(encoding="utf-8"), results(benchmarks))
-            arguments.readme.write_text(readme, encoding="utf-8")
-    except ImportError as error:
-        print(f"ds-tileoverlap: --html: {error}: python -m pip install matplotlib markdown-it-py", file=sys.stderr)
-        return 2
-    except (RecordError, OSError) as error:
-        print(f"ds-tileoverlap: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(figures(benchmarks), indent=2) if arguments.json else results(benchmarks))
-    return 0
 
 
 def with_results(readme: str, text: str) -> str:
@@ -145,8 +112,8 @@ def layers(benchmarks: list[Benchmark]) -> str:
     arms = in_order({arm for benchmark in plain for arm in benchmark.arms})
     times = [[f"{_dimensions(b)}, {b.shape['tokens']}", *(_layer_cell(b, arm) for arm in arms)] for b in plain]
     faster = [[name, *(fold(b.speedups(BOTH, *pair)) for b in plain)] for name, pair in SPEEDUPS.items()]
-    cases = list(dict.fromkeys(case(b) for family in families for b in family))
-    found = [{case(b): fold(b.speedups(BOTH, "ours", "sequential")) for b in family} for family in families]
+    found = [{case(b, family[0]): fold(b.speedups(BOTH, "ours", "sequential")) for b in family} for family in families]
+    cases = list(dict.fromkeys(name for by_case in found for name in by_case))
     name = f"`overlap` against `sequential`, {'; '.join(cases)}"
     faster.append([name, *("; ".join(by_case.get(case, "-") for case in cases) for by_case in found)])
     return "\n\n".join(
@@ -158,17 +125,19 @@ def layers(benchmarks: list[Benchmark]) -> str:
     )
 
 
-def families_of(benchmarks: list[Benchmark]) -> list[list[Benchmark]]:
-    """Benchmarks of layers with equal dimensions; in each family the one with the shortest name comes first."""
+def families_of(benchmarks: list[Benchmark], same: Sequence[str] = FAMILY) -> list[list[Benchmark]]:
+    """Benchmarks whose shapes are equal in these; in each family the one with the shortest name comes first."""
     families = defaultdict(list)
     for benchmark in benchmarks:
-        families[tuple(benchmark.shape[name] for name in DIMENSIONS)].append(benchmark)
+        families[tuple(benchmark.shape[name] for name in same)].append(benchmark)
     return [sorted(family, key=lambda b: (len(b.shape["name"]), b.shape["tokens"])) for family in families.values()]
 
 
-def case(benchmark: Benchmark) -> str:
-    """What sets it apart in its family."""
-    return f"{benchmark.shape['tokens']} tokens{' skewed' if benchmark.shape['rank_spread'] else ''}"
+def case(benchmark: Benchmark, first: Benchmark) -> str:
+    """What sets it apart from the first of its family."""
+    experts = benchmark.shape["experts"]
+    more = f" {experts} experts" if experts != first.shape["experts"] else ""
+    return f"{benchmark.shape['tokens']} tokens{more}{' skewed' if benchmark.shape['rank_spread'] else ''}"
 
 
 def shape_name(benchmark: Benchmark) -> str:
@@ -258,9 +227,14 @@ def listed(how: str, found: list[Worse]) -> str:
 
 def commands(benchmarks: list[Benchmark]) -> str:
     """How the first runs were started."""
-    started = dict.fromkeys((b.record["ranks"], b.record["environment"]["command"]) for b in benchmarks)
-    launched = (f"torchrun --standalone --nproc_per_node={ranks} {command} --out DIR" for ranks, command in started)
-    return "\n".join(f"`{line}`" for line in launched)
+    return "\n".join(dict.fromkeys(f"`{_command(b.record)} --out DIR`" for b in benchmarks))
+
+
+def _command(record: dict) -> str:
+    command = record["environment"]["command"]
+    # Records from before ``bench run`` name a file, which torchrun had started.
+    by_hand = command.startswith("examples/")
+    return f"torchrun --standalone --nproc_per_node={record['ranks']} {command}" if by_hand else command
 
 
 def in_order(arms: set[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""The arms of the benchmark: one MoE layer of the same weights and routing, as different packages run it."""
+"""The arms of the benchmarks: one MoE layer of the same weights and routing, as different packages run it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from importlib.util import find_spec
 
 import deepspeed
 import torch
@@ -12,23 +12,10 @@ from deepspeed.moe.layer import MoE
 from torch import distributed as dist
 from torch import nn
 
-import ds_tileoverlap
+from .. import configure, initialize
+from .shapes import LayerShape
 
 AUTOEP_FUSED = {"combine_impl": "fused_weighted_sum", "gate_up_impl": "fused", "async_split_plan": True}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One layer; ``tokens`` are per rank, the spreads make the routing less even (see :func:`router_weight`)."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    tokens: int
-    router_spread: float = 0.0
-    rank_spread: float = 0.0
 
 
 class Gated(nn.Module):
@@ -44,7 +31,11 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def native(shape: Shape, device: torch.device, dtype: torch.dtype, backend: str | None) -> MoE:
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def native(shape: LayerShape, device: torch.device, dtype: torch.dtype, backend: str | None) -> MoE:
     """DeepSpeed's layer, dropless, converted to a backend of ours if asked; equal values for equal ranks.
 
     Expert parameters lie in one buffer in their order, which is where ZeRO-1 and -2 and the bf16 optimizer put them.
@@ -74,7 +65,7 @@ def native(shape: Shape, device: torch.device, dtype: torch.dtype, backend: str 
         parameter.group_name = layer.expert_group_name
     layer.deepspeed_moe.gate.wg.weight.data.copy_(router_weight(shape, device))
     if backend:
-        ds_tileoverlap.configure(layer, {"tile_overlap": {"enabled": True, "backend": backend}})
+        configure(layer, {"tile_overlap": {"enabled": True, "backend": backend}})
     return layer
 
 
@@ -103,7 +94,7 @@ class Chunks(nn.Module):
         return torch.cat(outputs, dim=1)
 
 
-def router_weight(shape: Shape, device: torch.device) -> torch.Tensor:
+def router_weight(shape: LayerShape, device: torch.device) -> torch.Tensor:
     """[E, H], the same on every rank: routing that is mildly uneven on normal inputs, and even over the ranks.
 
     Experts with longer rows win more tokens. Random rows differ enough where experts are many and H is small; elsewhere
@@ -117,8 +108,15 @@ def router_weight(shape: Shape, device: torch.device) -> torch.Tensor:
     return weight * ((1 + shape.router_spread * sign) * (1 + shape.rank_spread * on_rank_0)).unsqueeze(1)
 
 
+def without(options: dict, device: torch.device) -> str | None:
+    """Why an arm of AutoEP with these options cannot run here, or ``None``."""
+    if find_spec("transformers") is None:
+        return "transformers is not installed"
+    return "its fused options need a GPU" if options and device.type != "cuda" else None
+
+
 def autoep(
-    shape: Shape, device: torch.device, dtype: torch.dtype, options: dict, source: MoE, backend: str | None = None
+    shape: LayerShape, device: torch.device, dtype: torch.dtype, options: dict, source: MoE, backend: str | None = None
 ) -> nn.Module:
     """DeepSpeed's AutoEP layer out of a one-layer Hugging Face model, with the weights of ``source``.
 
@@ -137,7 +135,7 @@ def autoep(
 
 
 def autoep_engine(
-    shape: Shape,
+    shape: LayerShape,
     layers: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -150,7 +148,7 @@ def autoep_engine(
     for module in model.modules():
         if hasattr(module, "gate") and hasattr(module, "experts"):
             module.gate.weight.data.copy_(router_weight(shape, device))
-    return ds_tileoverlap.initialize(
+    return initialize(
         model=model,
         config={
             "train_micro_batch_size_per_gpu": 1,
@@ -168,7 +166,9 @@ def autoep_engine(
     )[0]
 
 
-def _hugging_face_model(shape: Shape, layers: int, device: torch.device, dtype: torch.dtype) -> tuple[str, nn.Module]:
+def _hugging_face_model(
+    shape: LayerShape, layers: int, device: torch.device, dtype: torch.dtype
+) -> tuple[str, nn.Module]:
     """The name of AutoEP's preset and the model."""
     sizes = dict(
         hidden_size=shape.hidden,
@@ -229,7 +229,7 @@ def expert_counts(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def exact_output(source: MoE, shape: Shape, x: torch.Tensor) -> torch.Tensor:
+def exact_output(source: MoE, shape: LayerShape, x: torch.Tensor) -> torch.Tensor:
     """The layer's output for a few tokens [n, H] of this rank in float32, every expert fetched from its owner."""
     world, rank = dist.get_world_size(), dist.get_rank()
     gathered = [torch.empty_like(x) for _ in range(world)]

@@ -9,9 +9,10 @@ import matplotlib
 from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
-from .bench_records import BOTH, GEMMS_ALONE, LAYER, PEAK, STAGE, STEP, TRAINING, Benchmark, worse
-from .bench_report import (
+from .records import BOTH, GEMMS_ALONE, LAYER, PEAK, STAGE, STEP, TRAINING, Benchmark, worse
+from .report import (
     FUSED,
     families_of,
     in_order,
@@ -26,6 +27,9 @@ from .bench_report import (
 )
 
 TITLE = "ds_tileoverlap: benchmarks"
+# What a family's times are of.
+WORK = {LAYER: "forward + backward", STAGE: "all fused stages"}
+LETTERS = {"hidden": "H", "intermediate": "I", "experts": "E", "top_k": "k", "tokens": "T"}
 # Lines of a plot in this colour get the text's.
 INK = "#123456"
 STYLE = {
@@ -50,6 +54,8 @@ COLOURS = {
     "autoep_fused": "#d55e00",
     "ours_autoep": "#009e73",
     "overlap": "#3a8fd0",
+    "torch": "#8c564b",
+    "gemm": "#bcbd22",
     GEMMS_ALONE: "#8c564b",
     "chunks_2": "#9467bd",
 }
@@ -71,6 +77,10 @@ torch's grouped GEMM and its bytes on the link; a faster GEMM of ours passes it.
 `overlap` and `sequential` are DeepSpeed's layer, converted, on the two backends; "AutoEP, ours" is AutoEP's layer,
 converted; "GEMMs alone" are torch's grouped GEMMs of the layer with nothing around them; "chunks_N" is `sequential` on
 N pieces of the tokens. Dots on bars are other runs.
+
+Return: the down projection until all rows are at their tokens' rank, over torch's grouped GEMM and then NCCL's
+all-to-all ("serial"); comm_sms 0 are spare warps of the GEMM. Rows return one by one ("rows"), or summed for each token
+and rank ("sums").
 """
 
 
@@ -136,10 +146,11 @@ def roofs(benchmarks: list[Benchmark]) -> Figure | None:
     staged = of_kind(benchmarks, STAGE)
     if not staged:
         return None
-    figure = Figure(figsize=(10, 5.5), layout="constrained")
-    for axes, stage in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, FUSED):
+    columns = 2 if len(staged) <= 10 else 1
+    figure = Figure(figsize=(10, 11 / columns), layout="constrained")
+    for axes, stage in zip(figure.subplots(4 // columns, columns, sharex=True, sharey=True).flat, FUSED):
         _bars(axes, staged, {arm: [[roof_share(b, stage, arm)] for b in staged] for arm in ("sequential", "overlap")})
-        axes.set_xticks(axes.get_xticks(), map(shape_name, staged), rotation=20, ha="right")
+        axes.set_xticks(axes.get_xticks(), map(shape_name, staged), rotation=45, ha="right")
         axes.set_title(stage)
     _legend(figure, axes)
     return figure
@@ -159,38 +170,85 @@ def _bars(axes: Axes, benchmarks: list[Benchmark], bars: dict[str, list[list[flo
 
 
 def tokens(benchmarks: list[Benchmark]) -> Figure | None:
-    even = [b for b in of_kind(benchmarks, LAYER) if not b.shape["rank_spread"]]
-    families = [family for family in families_of(even) if len(family) > 1]
+    return _growth(of_kind(benchmarks, LAYER), "tokens")
+
+
+def experts(benchmarks: list[Benchmark]) -> Figure | None:
+    return _growth(of_kind(benchmarks, LAYER), "experts")
+
+
+def stage_tokens(benchmarks: list[Benchmark]) -> Figure | None:
+    return _growth(of_kind(benchmarks, STAGE), "tokens")
+
+
+def stage_experts(benchmarks: list[Benchmark]) -> Figure | None:
+    return _growth(of_kind(benchmarks, STAGE), "experts")
+
+
+def _growth(benchmarks: list[Benchmark], size: str) -> Figure | None:
+    """Times over sizes: axes for each family whose shapes, of even routing, differ in nothing else."""
+    even = [b for b in benchmarks if not any(b.shape.get(name) for name in ("rank_spread", "skew"))]
+    same = [name for name in LETTERS if name != size]
+    families = [family for family in families_of(even, same) if len({b.shape[size] for b in family}) > 1]
     if not families:
         return None
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    for axes, family in zip(figure.subplots(1, len(families), squeeze=False).flat, families):
+    figure, all_axes = _grid(len(families))
+    for axes, family in zip(all_axes, families):
         for arm in in_order({arm for b in family for arm in b.arms}):
-            points = sorted((b.shape["tokens"], ms) for b in family if (ms := b.medians(BOTH, arm)[0]))
-            if len(points) > 1:
-                axes.loglog(*zip(*points), "o-", label=_plain(arm), color=COLOURS.get(arm))
-        ticks = [b.shape["tokens"] for b in family]
+            times = {b.shape[size]: ms for b in reversed(family) if (ms := _whole(b, arm))}
+            if len(times) > 1:
+                axes.loglog(*zip(*sorted(times.items())), "o-", label=_plain(arm), color=COLOURS.get(arm))
+        ticks = sorted({b.shape[size] for b in family})
         axes.set_xticks(ticks, map(str, ticks))
-        axes.set_yticks([1, 2, 5, 10, 20, 50, 100], map(str, [1, 2, 5, 10, 20, 50, 100]))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-        axes.set(title=shape_name(family[0]), xlabel="tokens a rank", ylabel="forward + backward, ms")
-    _legend(figure, figure.axes[0])
+        axes.set(
+            title=_in_common(family[0], same),
+            xlabel="tokens a rank" if size == "tokens" else size,
+            ylabel=f"{WORK[family[0].kind]}, ms",
+        )
+    _legend(figure, *all_axes)
     return figure
+
+
+def _grid(count: int) -> tuple[Figure, list[Axes]]:
+    """So many small plots, at most four in a row."""
+    columns, rows = min(count, 4), -(-count // 4)
+    figure = Figure(figsize=(10, 3.4 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
+
+
+def _in_common(benchmark: Benchmark, same: list[str]) -> str:
+    """What the shapes of its family share: of stages, whose families differ in little, the sizes; else the name."""
+    if benchmark.kind == LAYER:
+        return shape_name(benchmark)
+    sizes = [f"{LETTERS[name]} {benchmark.shape[name]}" for name in same]
+    return f"{', '.join(sizes[:2])}\n{', '.join(sizes[2:])}"
+
+
+def _whole(benchmark: Benchmark, arm: str) -> float | None:
+    """Milliseconds of a layer's forward + backward, or of its four fused stages; ``None`` where one was not timed."""
+    parts = [BOTH] if benchmark.kind == LAYER else FUSED
+    times = [benchmark.medians(part, arm)[0] for part in parts]
+    return None if None in times else sum(times)
 
 
 def sms(benchmarks: list[Benchmark]) -> Figure | None:
     swept = [b for b in of_kind(benchmarks, STAGE) if len(return_arms(b)["rows"]) > 1]
     if not swept:
         return None
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots()
-    for i, benchmark in enumerate(swept):
+    figure, all_axes = _grid(len(swept))
+    for axes, benchmark in zip(all_axes, swept):
         for (how, arms), line in zip(return_arms(benchmark).items(), ("o-", "o--")):
             times = [benchmark.speedups("down", "serial", arm)[0] for arm in arms.values()]
-            axes.plot(list(arms), times, line, color=f"C{i}", label=f"{shape_name(benchmark)}, {how}")
-    axes.axhline(1, color=INK, linewidth=1)
-    axes.set(xlabel="comm_sms (0: spare warps of the GEMM)", ylabel="time over serial", ylim=(0, None))
-    axes.legend()
+            axes.plot(list(arms), times, line, label=how)
+        axes.axhline(1, color=INK, linewidth=1)
+        axes.set(title=shape_name(benchmark), xlabel="comm_sms", ylabel="time over serial", ylim=(0, None))
+    _legend(figure, *all_axes)
     return figure
 
 
@@ -211,9 +269,10 @@ def losses(benchmarks: list[Benchmark]) -> Figure | None:
     return figure
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+def _legend(figure: Figure, *all_axes: Axes) -> None:
+    """One for all, below; at most five names in a row."""
+    handles = {name: handle for axes in all_axes for handle, name in zip(*axes.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 5))
 
 
 def _plain(arm: str) -> str:
@@ -222,8 +281,11 @@ def _plain(arm: str) -> str:
 
 PLOTS = {
     "Times as fast: forward + backward": speeds,
-    "Stages: max(compute, link) over their time": roofs,
+    "Stages: efficiency, max(compute, link) over their time": roofs,
     "Time over tokens": tokens,
-    "SMs for couriers of the return": sms,
+    "Time over experts": experts,
+    "Stages: time over tokens": stage_tokens,
+    "Stages: time over experts": stage_experts,
+    "Return: SMs for couriers": sms,
     "Training": losses,
 }
