@@ -100,7 +100,10 @@ def _gathered(
     if peers.rank == 0 and ours[0] is None:
         from .planning import machine  # with PyYAML, for those alone who overlap
 
-        rates, ignored = machine.find(profile, machine.describe(peers.size))
+        try:
+            rates, ignored = machine.find(profile, machine.describe(peers.size))
+        except Exception as error:  # no home, no rights: the other ranks wait, and nothing depends on it
+            ignored = [f"no profile, as {type(error).__name__}: {error}"]
         for line in ignored:
             say(line, every_rank=True)
     everyone: list = [None] * peers.size

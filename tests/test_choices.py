@@ -270,5 +270,18 @@ def _rates():
     return _rates_of(torch.distributed.get_rank(), "rates.yaml")
 
 
+def test_a_machine_that_cannot_be_described_has_no_rates(monkeypatch, capsys):
+    def describe(num_ranks):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(machine, "describe", describe)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda everyone, ours, group: everyone.__setitem__(slice(None), [ours])
+    )
+    everyone, rates = overlap_group._gathered((None, "host", "gpu"), Peers(None, 0, (0,), 5.0, "test"), "auto")
+    assert (everyone, rates) == ([(None, "host", "gpu")], None)
+    assert capsys.readouterr().out == "tile_overlap: no profile, as RuntimeError: Could not determine home directory.\n"
+
+
 def test_all_ranks_have_the_rates_of_the_first(two_ranks, profile):
     assert two_ranks(_rates) == [profile, profile]
