@@ -184,13 +184,14 @@ def test_a_decision_is_taken_once(profile, monkeypatch):
         assert max(seen[1:], default=1) == size
 
 
-def test_a_layer_that_loses_says_so_once(profile, capsys):
-    layer = choices_of(slow_couriers(profile))
-    for _ in range(3):
-        assert layer.of(65536).why_sequential
+def test_layers_that_lose_say_so_once(profile, capsys):
+    decided = {}
+    for name in ("layer", "another", "layer"):
+        layer = choices_of(slow_couriers(profile), name, decided)
+        assert layer.of(65536).why_sequential and layer.of(65536).why_sequential
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(
-        "tile_overlap: MoE layer 'layer' with about 8192 tokens a rank is sequential instead of overlap, as profile "
+        "tile_overlap: MoE layers like 'layer' with about 8192 tokens a rank are sequential instead of overlap, as profile "
         f"{DEFAULT} predicts "
     )
 
@@ -242,7 +243,7 @@ def test_ranks_decide_alike(op, monkeypatch, capsys, profile, make):
     assert [step[0] for step in first] == [step[0] for step in second] == backends
     assert decided == also and sorted(shape.tokens for shape, *_ in decided) == [32, 64, 256]
     lines = [line for line in capsys.readouterr().out.splitlines() if "instead of overlap" in line]
-    assert len(lines) == 1 and "with about 256 tokens a rank is sequential" in lines[0]
+    assert len(lines) == 1 and "with about 256 tokens a rank are sequential" in lines[0]
     reference = ours(full.float(), "reference")
     for _, x, y in first + second:
         expected = reference(x.float())[0]

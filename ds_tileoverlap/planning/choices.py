@@ -55,17 +55,16 @@ class Choices:
         top_k = self._layer[-1]
         shape = Shape(*self._layer, tokens=min(max(2**size // (2 * top_k), 1), MOST_TOKENS))
         key = shape, self._gated, self._options
-        found = self._group.decided.get(key)
-        if found is None:
+        if key not in self._group.decided:
             found = decide(shape, self._peers.size, self._group.profile, self._config, self._gated)
             self._group.decided[key] = found
-        self._found[size] = found
-        if found.why_sequential and self._peers.rank == 0:
-            say(
-                f"MoE layer '{self._peers.layer}' with about {shape.tokens} tokens a rank is sequential instead of "
-                f"overlap, as {found.why_sequential}",
-                every_rank=True,
-            )
+            if found.why_sequential and self._peers.rank == 0:
+                say(
+                    f"MoE layers like '{self._peers.layer}' with about {shape.tokens} tokens a rank are sequential "
+                    f"instead of overlap, as {found.why_sequential}",
+                    every_rank=True,
+                )
+        found = self._found[size] = self._group.decided[key]
         return found
 
 
