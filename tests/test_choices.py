@@ -191,8 +191,8 @@ def test_layers_that_lose_say_so_once(profile, capsys):
         assert layer.of(65536).why_sequential and layer.of(65536).why_sequential
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(
-        "tile_overlap: MoE layers like 'layer' with about 8192 tokens a rank are sequential instead of overlap, as profile "
-        f"{DEFAULT} predicts "
+        "tile_overlap: MoE layers like 'layer' with about 8192 tokens a rank are sequential instead of overlap, "
+        f"as profile {DEFAULT} predicts "
     )
 
 
