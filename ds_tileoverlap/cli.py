@@ -10,6 +10,7 @@ from . import doctor
 from .bench import command as bench
 from .ckpt import command as ckpt
 from .planning import command as planning
+from .planning import tune
 from .trace import command as trace
 
 # Name -> (what it is for, a function that adds its arguments; it sets ``run``, from the arguments to the exit code).
@@ -19,6 +20,7 @@ COMMANDS = {
     "doctor": ("what this machine can do, what it cannot, and why", doctor.add_arguments),
     "plan": ("what a layer would take on both backends, predicted without a GPU", planning.add_arguments),
     "trace": ("the timeline of one training step of a layer on this machine", trace.add_arguments),
+    "tune": ("measure this machine once, for what 'auto' decides and 'plan' predicts", tune.add_arguments),
 }
 
 

@@ -16,6 +16,7 @@ OVERLAP_OPTIONS = (
     "owner_alignment",
     "overlap_dispatch",
     "overlap_backward",
+    "profile",
 )
 BACKENDS = ("auto", "overlap", "sequential", "reference")
 # Backend -> options that it does not read.
@@ -51,7 +52,7 @@ class TileOverlapConfig(DeepSpeedConfigModel):
         description="'auto', 'overlap', 'sequential' or 'reference'",
     )
     """How exchanges and expert GEMMs run. ``overlap`` and ``auto`` overlap where the whole expert-parallel group can,
-    and are ``sequential`` elsewhere, with the reason in one line."""
+    and are ``sequential`` elsewhere, with the reason in one line; ``auto`` also where the profile predicts a loss."""
 
     comm_sms: Annotated[int, Field(ge=0, le=64, multiple_of=2)] | Literal["auto"] = Field(
         "auto", description="'auto' or an even number of SMs, 0 to 64"
@@ -74,6 +75,11 @@ class TileOverlapConfig(DeepSpeedConfigModel):
 
     overlap_backward: bool = Field(True, description="true or false")
     """Overlap both exchanges of the backward pass."""
+
+    profile: Annotated[str, Field(min_length=1)] = Field(
+        "auto", description="'auto', 'none', or the path of a file that `ds-tileoverlap tune` wrote"
+    )
+    """Rates that ``auto`` decides by: those that ``tune`` found on this machine, or else the package's for its GPU."""
 
     recompute_dispatch: bool = Field(False, description="true or false")
     """Keep no expert rows for backward: it sends the tokens again. Less memory for one more exchange."""

@@ -71,6 +71,7 @@ def checks(config: Path | None = None, exchange: bool = True) -> Iterator[Check]
     yield _gpus()
     yield from _links()
     yield _operator()
+    yield _profile()
     yield _environment()
     if config is not None:
         yield _ds_config(config)
@@ -112,13 +113,13 @@ def _links() -> Iterator[Check]:
     if without:
         yield Check("links", NO, f"no peer access from GPU {', '.join(without)}; groups with these are sequential")
     elif pairs:
-        speeds = [_copy_speed(a, b) for a, b in pairs if a == 0 or b == 0]
+        speeds = [copy_speed(a, b) for a, b in pairs if a == 0 or b == 0]
         yield Check(
             "links", OK, f"peer access between all, {min(speeds):.0f} to {max(speeds):.0f} GB/s from and to GPU 0"
         )
 
 
-def _copy_speed(source: int, target: int) -> float:
+def copy_speed(source: int, target: int) -> float:
     """GB/s of copies from one GPU to another."""
     here = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
     there = torch.empty_like(here, device=f"cuda:{target}")
@@ -143,6 +144,21 @@ def _operator() -> Check:
     if lock := stale_lock():
         return Check("operator", FAULT, f"a build was killed: remove {lock}")
     return Check("operator", OK, "built ahead of time, or built at first use (under a minute)")
+
+
+def _profile() -> Check:
+    count = torch.cuda.device_count()
+    if count < 2:
+        return Check("profile", NO, "none; a profile is of two GPUs or more")
+    from .planning import machine
+
+    found, ignored = machine.find(machine.AUTO, machine.describe(count))
+    if found is None:
+        known = f"none for {count} such GPUs: 'auto' decides nothing by itself; ds-tileoverlap tune measures one"
+    else:
+        source = found.source
+        known = f"{found.name}, measured {source['date']} with torch {source['torch']}, driver {source['driver']}"
+    return Check("profile", NO if found is None else OK, "; ".join([known, *ignored]))
 
 
 def _environment() -> Check:
@@ -177,7 +193,7 @@ def _exchange() -> Check:
         )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not answers:
-        return Check("exchange", FAULT, f"two ranks failed: {_last_words(done.stderr)}")
+        return Check("exchange", FAULT, f"two ranks failed: {last_words(done.stderr)}")
     answer = json.loads(answers[-1])
     detail = (
         f"two ranks on {answer['device']}, backend {answer['backend']}: forward and backward as the reference's "
@@ -186,7 +202,7 @@ def _exchange() -> Check:
     return Check("exchange", OK if answer["error"] <= answer["allowed"] else FAULT, detail)
 
 
-def _last_words(log: str) -> str:
+def last_words(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if "Error" in line and "ChildFailedError" not in line]
     return lines[-1] if lines else "no message"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ from .local_experts import LocalExperts
 from .log import say
 from .route import Routes, Routing, route
 from .stages import Recorder, Stages
+
+if TYPE_CHECKING:
+    from .planning.choices import Choices
 
 
 class MoE(deepspeed_layer.MoE):
@@ -138,6 +141,7 @@ class LayerRuntime:
         self._experts: LocalExperts | None = None
         self._peers: Peers | None = None
         self._said: set[str] = set()
+        self._choices: Choices | None = None
 
     def experts(self, modules: nn.Module) -> LocalExperts:
         """The local experts, looked at again where any of them changed."""
@@ -179,7 +183,14 @@ class LayerRuntime:
         reason = overlap.refusal(experts, dtype, num_experts, routes.experts.shape[1], group.op)
         with stages("layout"):
             counting = symmetric_layout.Counting(
-                routes, num_experts, peers, group, self.config, x.shape[1] * dtype.itemsize, can_overlap=reason is None
+                routes,
+                num_experts,
+                peers,
+                group,
+                self.config,
+                x.shape[1] * dtype.itemsize,
+                can_overlap=reason is None,
+                choices=self._auto(group, experts, num_experts, routes.experts.shape[1], peers, reason),
             )
         meanwhile()
         if reason is None:
@@ -194,11 +205,29 @@ class LayerRuntime:
         """The group as ranks that write into each other's memory; ``None`` where it cannot, or shall not."""
         if self.config.backend not in ("auto", "overlap"):
             return None
-        group = overlap_group.group_of(peers, device)
+        group = overlap_group.group_of(peers, device, self.config.profile)
         return group if group.op is not None else None
 
+    def _auto(
+        self,
+        group: overlap_group.Group,
+        experts: LocalExperts,
+        num_experts: int,
+        top_k: int,
+        peers: Peers,
+        reason: str | None,
+    ) -> Choices | None:
+        """What the group's profile decides for these experts; ``None`` where there is none, or nothing to decide."""
+        if group.profile is None or reason is not None:
+            return None
+        if self._choices is None or self._choices.experts is not experts:
+            from .planning.choices import Choices  # with PyYAML, for those alone who have a profile
+
+            self._choices = Choices(group, self.config, experts, num_experts, top_k, peers)
+        return self._choices
+
     def _say_what_ran(self, plan: Plan, reason: str | None) -> None:
-        self.backend = "overlap" if plan.tally.all_can_overlap else "sequential"
+        self.backend = "overlap" if plan.overlaps else "sequential"
         if reason and reason not in self._said and plan.first_that_cannot_overlap == plan.peers.rank:
             self._said.add(reason)
             say(f"MoE layer '{self.name}' is sequential instead of overlap, as {reason}", every_rank=True)

@@ -75,6 +75,7 @@ class Plan:
         slots: [T, k] int32, where each choice's result is summed from if ranks write into each other's memory, see
             :mod:`ds_tileoverlap.schedule`.
         returns: how rows then come home.
+        overlaps: whether this forward overlaps: all ranks can, and no profile predicts a loss.
     """
 
     NUM_TENSORS: ClassVar[int]
@@ -91,6 +92,7 @@ class Plan:
     row_offsets: torch.Tensor
     slots: torch.Tensor | None = None
     returns: Returns | None = None
+    overlaps: bool = False
 
     @property
     def top_k(self) -> int:
@@ -215,7 +217,7 @@ def _without_diagonal(table: list[list[int]]) -> list[list[int]]:
     return [[*row[:i], 0, *row[i + 1 :]] for i, row in enumerate(table)]
 
 
-_TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in ("peers", "returns"))
+_TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in ("peers", "returns", "overlaps"))
 Plan.NUM_TENSORS = len(_TENSOR_FIELDS)
 
 

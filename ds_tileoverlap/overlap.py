@@ -116,7 +116,7 @@ class _OverlappedMLP(sequential.RoutedMLP):
         # Everything until here is done while the counts are on their way; once they are there, the device waits.
         with stages("layout"):
             plan = counting.finish(arriving, returning=[down.width])
-        if not plan.tally.all_can_overlap:
+        if not plan.overlaps:
             return sequential.RoutedMLP.forward(
                 ctx, x, weights, anchor, experts, plan, dtype, stages, None, recompute_dispatch, *parameters
             )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from .buffer import Pool, pool_of
 from .exchange import PeerError, Peers, peer_error
 from .kernels import raw_stream
 from .log import say
+from .schedule import SEGMENT_BYTES
+
+if TYPE_CHECKING:
+    from .planning.profile import Profile
 
 NS = 1_000_000_000
 
@@ -25,30 +30,49 @@ class Group:
         op: the compiled operator; ``None`` where some rank cannot run it.
         reason: why not.
         pool: the symmetric memory.
+        profile: rates of these GPUs by which ``auto`` decides, the same on all ranks; ``None`` where nobody knows them.
+        decided: why a layer is sequential, if it is, by layer and number of tokens.
     """
 
     op: object | None
     reason: str | None
     pool: Pool | None
     num_sms: int = 0
+    profile: Profile | None = None
+    decided: dict[tuple, str | None] = field(default_factory=dict)
+
+    @property
+    def comm_sms(self) -> int:
+        """What ``comm_sms: "auto"`` means here."""
+        return self.profile.comm_sms if self.profile else 0
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of one transfer of rows, where ``bands_per_segment`` is "auto"."""
+        return self.profile.segment_bytes if self.profile else SEGMENT_BYTES
 
 
 _GROUPS: dict[dist.ProcessGroup | None, Group] = {}
 
 
-def group_of(peers: Peers, device: torch.device) -> Group:
-    """What the group can do, found out at the first call, which is collective."""
+def group_of(peers: Peers, device: torch.device, profile: str = "auto") -> Group:
+    """What the group can do, found out at the first call, which is collective.
+
+    Args:
+        profile: of ds_config.
+    """
     found = _GROUPS.get(peers.group)
     if found is None:
-        found = _GROUPS[peers.group] = _examine(peers, device)
+        found = _GROUPS[peers.group] = _examine(peers, device, profile)
         if peers.rank == 0:
             members = ", ".join(map(str, peers.ranks))
             why_not = f"sequential instead of overlap, as {found.reason}"
-            say(why_not if found.reason else f"overlap on ranks {members}", every_rank=peers.size > 1)
+            rates = f", profile {found.profile.name}" if found.profile else ""
+            say(why_not if found.reason else f"overlap on ranks {members}{rates}", every_rank=peers.size > 1)
     return found
 
 
-def _examine(peers: Peers, device: torch.device) -> Group:
+def _examine(peers: Peers, device: torch.device, profile: str) -> Group:
     if peers.size == 1:
         return Group(None, "the expert-parallel group has one rank, which exchanges nothing", None)
     op, reason = None, _refusal(device)
@@ -64,17 +88,35 @@ def _examine(peers: Peers, device: torch.device) -> Group:
         except Exception as error:  # whatever a compiler may say: the job goes on without the operator
             reason = f"the kernels could not be built: {error}"
     ours = (reason, socket.gethostname(), _uuid(device) if device.type == "cuda" else "")
-    everyone: list = [None] * peers.size
-    try:
-        dist.all_gather_object(everyone, ours, group=peers.group)
-    except RuntimeError as error:
-        raise peer_error(peers, "layout", error) from error
+    everyone, rates = _gathered(ours, peers, profile)
     reason = _common_refusal(everyone, peers)
     if reason is not None:
         return Group(None, reason, None)
     pool = pool_of(peers, device, op)
     _load_kernels(op, pool)
-    return Group(op, None, pool, torch.cuda.get_device_properties(device).multi_processor_count)
+    return Group(op, None, pool, torch.cuda.get_device_properties(device).multi_processor_count, rates)
+
+
+def _gathered(
+    ours: tuple[str | None, str, str], peers: Peers, profile: str
+) -> tuple[list[tuple[str | None, str, str]], Profile | None]:
+    """What each rank reported, and the first one's rates: files differ between users and machines."""
+    rates = None
+    if peers.rank == 0 and ours[0] is None:
+        from .planning import machine  # with PyYAML, for those alone who overlap
+
+        try:
+            rates, ignored = machine.find(profile, machine.describe(peers.size))
+        except Exception as error:  # no home, no rights: the other ranks wait, and nothing depends on it
+            ignored = [f"no profile, as {type(error).__name__}: {error}"]
+        for line in ignored:
+            say(line, every_rank=True)
+    everyone: list = [None] * peers.size
+    try:
+        dist.all_gather_object(everyone, (ours, rates), group=peers.group)
+    except RuntimeError as error:
+        raise peer_error(peers, "layout", error) from error
+    return [reported for reported, _ in everyone], everyone[0][1]
 
 
 def _refusal(device: torch.device) -> str | None:

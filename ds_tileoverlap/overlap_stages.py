@@ -46,7 +46,7 @@ class Run:
     ):
         self.op, self.pool, self.exchange, self.row_bytes = group.op, group.pool, exchange, row_bytes
         self._counts, self._schedules, self._maps = counts, schedules, maps
-        self.comm_sms = 0 if config.comm_sms == "auto" else config.comm_sms
+        self.comm_sms = group.comm_sms if config.comm_sms == "auto" else config.comm_sms
         self.overlaps_dispatch, self.overlaps_backward = config.overlap_dispatch, config.overlap_backward
 
     def maps(self, operand: Operand, dtype: torch.dtype) -> torch.Tensor:

@@ -23,6 +23,8 @@ TILE_N = 256
 # As csrc/schedule.cu: pairs of bands that walk the columns together; bytes that a courier claims at once.
 PAIRS_AT_ONCE = 8
 PART_BYTES = 8192
+# Of one transfer of rows, where no profile says otherwise.
+SEGMENT_BYTES = 2**21
 # Added to the expert of an item whose rows have to travel.
 REMOTE = 0x8000
 

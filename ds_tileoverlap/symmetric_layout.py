@@ -7,6 +7,7 @@ Between the two halves of the stage the host prepares the next ones: once the co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +17,11 @@ from .kernels import raw_stream
 from .layout import Plan, Tally
 from .overlap_group import NS, Group, check_failure
 from .route import Routes
-from .schedule import ARRIVALS, BAND, Returns, Schedule, tilings
+from .schedule import ARRIVALS, BAND, SEGMENT_BYTES, Returns, Schedule, tilings
 
-SEGMENT_BYTES = 2**21
+if TYPE_CHECKING:
+    from .planning.choices import Choices
+
 # Sums return where they are so many times fewer than rows: adding up costs memory traffic, and starts later.
 SUMS_BELOW = 0.6
 
@@ -32,6 +35,7 @@ class Counting:
         peers: the expert-parallel group.
         row_bytes: of one hidden row.
         can_overlap: whether this rank can run the overlap backend now; the others learn of it with the counts.
+        choices: whether the layer overlaps, where a profile decides.
 
     Attributes:
         exchange: what all stages of this forward and its backward share, as the operator takes it.
@@ -49,6 +53,7 @@ class Counting:
         config: TileOverlapConfig,
         row_bytes: int,
         can_overlap: bool,
+        choices: Choices | None = None,
     ):
         op, pool, size, experts = group.op, group.pool, peers.size, routes.experts
         self.plan: Plan | None = None
@@ -56,6 +61,7 @@ class Counting:
         self._experts, self._weights = experts, routes.weights.detach().contiguous()
         self.peers, self.group, self.config, self.row_bytes = peers, group, config, row_bytes
         self._num_experts, self._stream = num_experts, raw_stream(experts)
+        self._choices = choices
         num_tokens, top_k = experts.shape
         keys, num_blocks, positions = num_experts + size, -(-num_tokens // op.BLOCK_TOKENS), num_tokens * top_k
         sizes = [num_blocks * keys, size * (keys + 1), 2 * keys + 1, 3 * positions, num_experts // size + 1]
@@ -100,14 +106,15 @@ class Counting:
         )
         sums, is_placed, tally = self._wait_and_place(routes, records.capacity_bytes // record_bytes)
         host_counts = self.group.pool.host_counts[: self.counts.numel()].clone()
-        returns = returns_of(self.config, sums, self.row_bytes)
+        returns = returns_of(self.config, sums, self.row_bytes, self.group.segment_bytes)
         if not is_placed:
             most = tally.most_received * record_bytes
             records.reserve(most, 2 * most)
             op.place(self.exchange, records.native, self._stream, returns_sums=sums, **routes)
 
         gemms = [(n, ARRIVALS) for n in dict.fromkeys(arriving)] + [(n, returns) for n in dict.fromkeys(returning)]
-        schedules = tilings(op, self.row_bytes, gemms) if tally.all_can_overlap else []
+        overlaps = tally.all_can_overlap and not (self._choices and self._choices.why_sequential(tally.most_routed))
+        schedules = tilings(op, self.row_bytes, gemms) if overlaps else []
         natives = [schedule.native for schedule in schedules]
         num_choices = tally.num_received * top_k
         sizes = [-(-n // 4) * 4 for n in (num_choices, tally.num_rows, tally.num_rows)]
@@ -143,6 +150,7 @@ class Counting:
             self._row_offsets,
             self._slots,
             returns,
+            overlaps,
         ).but(tally=tally)
         return self.plan
 
@@ -189,16 +197,18 @@ def exchange_of(group: Group, peers: Peers, counts: torch.Tensor, num_experts: i
     )
 
 
-def choose_returns(config: TileOverlapConfig, tally: Tally, row_bytes: int) -> Returns:
+def choose_returns(
+    config: TileOverlapConfig, tally: Tally, row_bytes: int, segment_bytes: int = SEGMENT_BYTES
+) -> Returns:
     """How rows come home: from the exchanged counts, so that all ranks choose alike; as the operator chooses."""
     fewer = tally.remote_sends < SUMS_BELOW * tally.remote_routes
-    return returns_of(config, fewer if config.combine == "auto" else config.combine == "sums", row_bytes)
+    return returns_of(config, fewer if config.combine == "auto" else config.combine == "sums", row_bytes, segment_bytes)
 
 
-def returns_of(config: TileOverlapConfig, sums: bool, row_bytes: int) -> Returns:
+def returns_of(config: TileOverlapConfig, sums: bool, row_bytes: int, segment_bytes: int) -> Returns:
     bands = config.bands_per_segment
     if bands == "auto":
-        bands = max(1, SEGMENT_BYTES // (BAND * row_bytes))
+        bands = max(1, segment_bytes // (BAND * row_bytes))
     return Returns(sums, config.owner_alignment == "tile", bands, num_panels=2 if sums else 1)
 
 

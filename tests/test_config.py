@@ -17,6 +17,7 @@ DEFAULTS = dict(
     owner_alignment="auto",
     overlap_dispatch=True,
     overlap_backward=True,
+    profile="auto",
     recompute_dispatch=False,
     timeout_s=None,
     log_every=0,
@@ -50,6 +51,8 @@ def test_empty_block_gives_the_defaults():
         {"overlap_dispatch": False, "overlap_backward": False, "comm_sms": "auto"},
         {"log_every": 100, "trace": {"step": 1, "folder": "there"}},
         {"backend": "reference", "log_every": 1, "trace": None},
+        {"profile": "none"},
+        {"profile": "rates.yaml"},
     ],
     ids=str,
 )
@@ -76,6 +79,8 @@ def test_valid_block(block):
         ("owner_alignment", "row", "'auto', 'tile' or 'packed'"),
         ("overlap_dispatch", "yes", "true or false"),
         ("overlap_backward", 0, "true or false"),
+        ("profile", "", "'auto', 'none', or the path of a file"),
+        ("profile", None, "'auto', 'none', or the path of a file"),
         ("timeout_s", 0, "a number of seconds above 0"),
         ("timeout_s", -1.5, "a number of seconds above 0"),
         ("timeout_s", float("inf"), "a number of seconds above 0"),
@@ -116,10 +121,11 @@ def test_option_of_another_backend(backend):
         owner_alignment="tile",
         overlap_dispatch=False,
         overlap_backward=True,
+        profile="none",
     )
     assert set(values) == set(OVERLAP_OPTIONS)
     message = fault_of({"backend": backend, **values})
-    assert "6 faults" in message
+    assert "7 faults" in message
     for name, value in values.items():
         fault = f"tile_overlap.{name}: got {value!r} together with backend {backend!r}, expected backend 'auto' or"
         assert fault in message

@@ -213,7 +213,7 @@ FORMS = {
     ids=str,
 )
 def test_layer(op, monkeypatch, size, form, k, dtype, grouped, options):
-    monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
+    monkeypatch.setattr(overlap_group, "group_of", lambda *_: GROUPS.by_thread())
     full = fill(stock(FORMS[form](), num_experts=E, hidden=H, k=k), std=0.1)
     lengths = [(37,) * size, tuple(5 + 90 * (r % 2) for r in range(size)), tuple(50 * (r == 0) for r in range(size))]
     pools = ThreadPools(size, op)
@@ -264,7 +264,7 @@ def _deep(rank, group, peers, layers, steps, delays):
 
 @pytest.mark.parametrize("combine", ["rows", "sums"])
 def test_whatever_the_timing(op, monkeypatch, combine):
-    monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
+    monkeypatch.setattr(overlap_group, "group_of", lambda *_: GROUPS.by_thread())
     full = [fill(stock(Gated(H, 40), num_experts=E, hidden=H), seed=i, std=0.1).half() for i in range(2)]
     results = []
     for delays in ({}, {"*": 4.0}):
@@ -314,7 +314,7 @@ def _late_peer(rank, group, peers, layers, steps):
 @pytest.mark.parametrize("guard", [None, *GUARDS])
 def test_every_guard_is_needed(op, monkeypatch, tmp_path, guard):
     """With a peer that is late results are right; without a guard they are wrong, or positions out of range."""
-    monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
+    monkeypatch.setattr(overlap_group, "group_of", lambda *_: GROUPS.by_thread())
     full = fill(stock(Gated(H, 40), num_experts=E, hidden=H), std=0.1).half()
 
     def run(op, function, *arguments):
@@ -384,7 +384,7 @@ KEPT = threading.local()
 @pytest.mark.parametrize("again", [False, True])
 def test_memory_is_what_the_formulas_say(op, monkeypatch, again):
     size, k, inner = 2, 2, 40
-    monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
+    monkeypatch.setattr(overlap_group, "group_of", lambda *_: GROUPS.by_thread())
     monkeypatch.setattr(buffer, "GRAIN_BYTES", 16)
     keep = sequential.RoutedMLP.keep
 

@@ -20,6 +20,7 @@ from ds_tileoverlap.planning.routing import PlanError, Shape, Unevenness, draw
 from ds_tileoverlap.planning.simulation import claimed, claimed_at_once, in_order
 from ds_tileoverlap.planning.stages import Work, fused, gemm_us, sequential_us, stages_of
 from ds_tileoverlap.schedule import ARRIVALS, Returns
+from ds_tileoverlap.symmetric_layout import SEGMENT_BYTES
 
 RESULTS = Path(__file__).parents[1] / "examples" / "results"
 RECORDS = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("stages-*.json"))}
@@ -189,15 +190,28 @@ def test_routing_and_choice_are_those_of_the_record(record):
     assert work.plan.returns.sums == (found["returns"] == "sums")
 
 
+def of_machine(profile):
+    return profile.name, profile.num_sms, profile.measured_gbs, profile.key["link"]
+
+
 def test_the_profile_is_what_the_records_give(profile):
     """After new records: ``python -m ds_tileoverlap.planning.fit``, as its docstring says."""
     records = [RECORDS[name.removesuffix(".json")] for name in profile.source["records"]]
     assert records == list(RECORDS.values())
-    found = fit.fit(records, profile.name, profile.num_sms, profile.measured_gbs)
-    assert found.source == profile.source and found.worst_error == pytest.approx(profile.worst_error, abs=0.005)
+    found = fit.fit(records, *of_machine(profile))
+    assert (found.source, found.key, found.comm_sms) == (profile.source, profile.key, 0)
+    assert found.segment_bytes == profile.segment_bytes == SEGMENT_BYTES
+    assert found.worst_error == pytest.approx(profile.worst_error, abs=0.005)
     stages = [stage for record in records for stage in fit.measured(record)]
     for arm in fit.ARMS:
         assert fit.ratios(stages, found, arm) == pytest.approx(fit.ratios(stages, profile, arm), rel=0.01)
+
+
+def test_the_error_of_a_record_that_was_left_out(profile):
+    records = dict(RECORDS)
+    left_out = records.pop("stages-qwen3-30b-skewed")
+    error = fit.left_out_error(fit.fit(list(records.values()), *of_machine(profile)), left_out)
+    assert error == pytest.approx(profile.left_out_error, abs=0.005) and profile.error == profile.left_out_error > 0.1
 
 
 def test_fit_finds_the_rates_that_made_the_times(profile):
@@ -210,7 +224,7 @@ def test_fit_finds_the_rates_that_made_the_times(profile):
             for arm in stage.times_us
         }
         records.append({**RECORDS[name], "times_ms": times})
-    found = fit.fit(records, "made up", profile.num_sms, profile.measured_gbs)
+    found = fit.fit(records, *of_machine(profile))
     assert found.worst_error < 0.01
     assert found.rates.item_us == pytest.approx(3.0, rel=0.05)
     assert found.rates.place_gbs == pytest.approx(250.0, rel=0.05)
@@ -220,7 +234,7 @@ def test_records_of_different_machines_are_not_fitted_together():
     one, other, *_ = RECORDS.values()
     other = {**other, "environment": {**other["environment"], "device": "another"}}
     with pytest.raises(ValueError, match="another"):
-        fit.fit([one, other], "mixed", 132, 378.0)
+        fit.fit([one, other], "mixed", 132, 378.0, "NV18")
 
 
 def test_512_ranks_are_simulated_in_seconds(profile):
@@ -320,8 +334,8 @@ def test_a_profile_of_ones_own(capsys, tmp_path, profile):
 @pytest.mark.parametrize(
     "text,words",
     [
-        ("version: 0", "version: 1"),
-        ("version: 1\nname: mine", "got nothing in place of link_gbs, link_us"),
+        ("version: 0", "got version 0, expected 2"),
+        ("version: 2\nname: mine", "got nothing in place of comm_sms, key, left_out_error, link_gbs"),
         ("[", "while parsing"),
     ],
 )
@@ -331,7 +345,10 @@ def test_wrong_profiles(capsys, tmp_path, text, words):
     assert run("--profile", str(path)) == 2 and words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name,value", [("link_us", "slow"), ("link_gbs", 0.0), ("num_sms", 1), ("link_us", -1)])
+@pytest.mark.parametrize(
+    "name,value",
+    [("link_us", "slow"), ("link_gbs", 0.0), ("num_sms", 1), ("link_us", -1), ("comm_sms", 7), ("segment_bytes", 0.5)],
+)
 def test_numbers_that_a_profile_cannot_have(tmp_path, profile, name, value):
     path = tmp_path / "mine.yaml"
     path.write_text(dump(replace(profile, **{name: value})))

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ConfigError, parse
-from . import report, timeline
+from . import machine, report, timeline
 from .forecast import Forecast
-from .profile import DEFAULT, load
+from .profile import DEFAULT, Profile, load
 from .routing import PlanError, Shape, Unevenness
 
 # As in the tables of README.md -> field of Shape.
@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=_whole, required=True, help="of the expert-parallel group")
     parser.add_argument("--config", type=Path, help="a ds_config file with the layer's options")
-    parser.add_argument("--profile", default=DEFAULT, help=f"name or YAML file of the rates; default: {DEFAULT}")
+    parser.add_argument(
+        "--profile",
+        default=machine.AUTO,
+        help=f"name or YAML file of the rates; default: those of this machine if known, {DEFAULT} otherwise",
+    )
     parser.add_argument("--skew", type=_share, default=0.0, help="added to rank 0's scores, 0 to 1; default: 0, even")
     parser.add_argument("--spread", type=_share, default=0.0, help="of scores within a rank, 0 to 1; default: 0")
     parser.add_argument("--seed", type=_whole, default=0, help="of the routing")
@@ -60,12 +64,19 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
     if arguments.png and find_spec("matplotlib") is None:
         raise PlanError("--png: matplotlib is not installed; pip install 'ds_tileoverlap[plan]' brings it")
     overrides = {"link_gbs": arguments.link_gbs, "link_us": arguments.link_us}
-    profile = replace(
-        load(arguments.profile), **{name: value for name, value in overrides.items() if value is not None}
-    )
+    profile = replace(_profile(arguments), **{name: value for name, value in overrides.items() if value is not None})
     config = parse(json.loads(arguments.config.read_text())) if arguments.config else None
     uneven = Unevenness(arguments.skew, arguments.spread)
     return Forecast(arguments.shape, arguments.ranks, profile, config, uneven, arguments.seed)
+
+
+def _profile(arguments: argparse.Namespace) -> Profile:
+    if arguments.profile != machine.AUTO:
+        return load(arguments.profile)
+    found, ignored = machine.find(machine.AUTO, machine.describe(arguments.ranks))
+    for line in ignored:
+        print(f"ds-tileoverlap: {line}", file=sys.stderr)
+    return found or load(DEFAULT)
 
 
 def _shape(text: str) -> Shape:

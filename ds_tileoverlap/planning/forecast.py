@@ -10,6 +10,7 @@ from ..config import TileOverlapConfig
 from ..layout import Plan
 from ..overlap import MAX_TOP_K
 from ..symmetric_layout import SUMS_BELOW, choose_returns, rows_to_receive
+from .choices import why_sequential
 from .profile import Profile
 from .routing import PlanError, Shape, Unevenness, draw
 from .stages import Timeline, Work, fused, gemm_us, host_us, link_us, sequential_us, works
@@ -81,7 +82,9 @@ class Forecast:
         plan = draw(shape, num_ranks, self.uneven, seed)
         if plan.num_rows > MAX_ROWS:
             raise PlanError(f"rows of the fullest rank: got {plan.num_rows}, expected at most {MAX_ROWS}")
-        self.plan: Plan = plan.but(returns=choose_returns(self.config, plan.tally, shape.row_bytes))
+        self.why_sequential = why_sequential(shape, num_ranks, profile, self.config)
+        returns = choose_returns(self.config, plan.tally, shape.row_bytes, profile.segment_bytes)
+        self.plan: Plan = plan.but(returns=returns)
         self.works: list[Work] = list(works(shape, self.plan))
 
     @cached_property
@@ -125,7 +128,9 @@ class Forecast:
 
     @cached_property
     def choices(self) -> list[Choice]:
-        return [self._combine(), self._segments(), Choice("comm_sms", 0, "couriers are spare warps of the GEMM's CTAs")]
+        comm_sms = self.profile.comm_sms if self.config.comm_sms == "auto" else self.config.comm_sms
+        where = "have SMs of their own, as was faster here; predicted as if not" if comm_sms else "are spare warps"
+        return [self._combine(), self._segments(), Choice("comm_sms", comm_sms, f"couriers of the return {where}")]
 
     def _combine(self) -> Choice:
         plan, sums = self.plan, self.plan.returns.sums
@@ -176,7 +181,7 @@ class Forecast:
         times = f"{self.overlap_us:.0f} us against {self.sequential_us:.0f} us of the sequential backend, {ratio:.2f}x"
         if self.refusal:
             return f"overlap does not run: {self.refusal}; if it did: {times}"
-        if abs(ratio - 1) <= self.profile.worst_error:
+        if abs(ratio - 1) <= self.profile.error:
             return f"too near to call: {times}"
         return f"overlap pays: {times}" if ratio > 1 else f"overlap does not pay: {times}"
 
@@ -196,7 +201,7 @@ class Forecast:
         notes = [
             f"rates: {profile.name}, from {len(source['records'])} records of {source['ranks']} {source['device']}, "
             f"torch {source['torch']}, NCCL {source['nccl']}, {source['date']}; these are predicted to within "
-            f"{profile.worst_error:.0%}",
+            f"{profile.worst_error:.0%}, others to within {profile.left_out_error:.0%}",
             "counted are the four stages in which an exchange meets a GEMM; layout, activations in backward, weight "
             "gradients and autograd come on top",
             "the overlap backend runs within one machine today, on Hopper GPUs with peer access; elsewhere layers are "
@@ -207,6 +212,8 @@ class Forecast:
                 f"the link of {profile.link_gbs:g} GB/s and {profile.link_us:g} us more latency is not measured: its "
                 f"rates are scaled from {profile.measured_gbs:g} GB/s, and never above that"
             )
+        if self.why_sequential:
+            notes.append(f"backend 'auto' would run this layer sequentially, as {self.why_sequential}")
         if self.num_ranks != source["ranks"]:
             notes.append(f"no record has {self.num_ranks} ranks: peers are taken to do what this rank does, in step")
         if not self.config.overlap_backward:

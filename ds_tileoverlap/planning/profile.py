@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import yaml
 
 from .routing import PlanError
 
-VERSION = 1
+VERSION = 2
 FOLDER = Path(__file__).with_name("profiles")
 DEFAULT = "h200-nvlink"
 # What records say of themselves.
@@ -62,20 +65,43 @@ class Profile:
     """One kind of GPU and link.
 
     Attributes:
+        key: what a machine must have in common with the one that was measured, as :func:`.machine.describe` has it.
         source: records, GPU, software and date of the measurement.
         measured_gbs: of the link that the rates were measured on, one direction.
         worst_error: largest relative difference between a prediction and a median of the records.
+        left_out_error: the same of records that were left out of the fit.
         link_gbs, link_us: of the link that is predicted; latency beyond that of the measured one.
+        comm_sms, segment_bytes: what ``auto`` takes: never slower on any measured shape than what it takes elsewhere.
     """
 
     name: str
+    key: dict
     source: dict
     num_sms: int
     worst_error: float
+    left_out_error: float
     measured_gbs: float
     link_gbs: float
     link_us: float
+    comm_sms: int
+    segment_bytes: int
     rates: Rates
+
+    @property
+    def margin(self) -> float:
+        """Of two predictions further apart than this, in ratio, the larger one is of what was measured as slower."""
+        return (1 + self.error) / (1 - self.error) if self.error < 1 else math.inf
+
+    @property
+    def error(self) -> float:
+        """What a prediction is known to be off by."""
+        return max(self.worst_error, self.left_out_error)
+
+    def differences(self, machine: dict) -> list[str]:
+        """In what a machine differs from the one that was measured."""
+        return [
+            f"{name} was {was}, is {machine.get(name)}" for name, was in self.key.items() if machine.get(name) != was
+        ]
 
     @property
     def link_is_measured(self) -> bool:
@@ -100,20 +126,25 @@ def load(name: str) -> Profile:
     inside = FOLDER / f"{name}.yaml"
     path = inside if inside.exists() else Path(name)
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.safe_load(path.read_bytes())
     except OSError:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
         raise PlanError(f"profile: got {name!r}, expected a YAML file or one of {known}") from None
     except yaml.YAMLError as error:
-        raise PlanError(f"profile {path}: {error}") from error
-    if not isinstance(found, dict) or found.pop("version", None) != VERSION:
-        raise PlanError(f"profile {path}: expected a mapping with version: {VERSION}")
+        raise PlanError(f"profile {path}: {' '.join(str(error).split())}") from error
+    version = found.pop("version", None) if isinstance(found, dict) else None
+    if version != VERSION:
+        raise PlanError(
+            f"profile {path}: got version {version}, expected {VERSION}; measure again with ds-tileoverlap tune"
+        )
     rates, source = found.pop("rates", None), found.get("source")
     _check_names(path, {"rates": None, **found}, {field.name for field in fields(Profile)})
     _check_names(path, rates, {field.name for field in fields(Rates)})
     _check_names(path, source, SOURCE)
+    if not isinstance(found["key"], dict) or "ranks" not in found["key"]:
+        raise PlanError(f"profile {path}: key: got {found['key']!r}, expected a mapping with at least ranks")
     for name, value in {**found, **rates}.items():
-        if name not in ("name", "source") and not _is_right(name, value):
+        if name not in ("name", "key", "source") and not _is_right(name, value):
             raise PlanError(f"profile {path}: {name}: got {value!r}, expected a number like that in {DEFAULT}.yaml")
     return Profile(**found, rates=Rates(**rates))
 
@@ -126,10 +157,31 @@ def _check_names(path: Path, found: object, expected: set[str]) -> None:
 
 
 def _is_right(name: str, value: object) -> bool:
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
         return False
+    if name == "comm_sms":
+        return value in range(0, 65, 2)
+    if name == "segment_bytes":
+        return isinstance(value, int) and value > 0
     return value >= 2 if name == "num_sms" else value > 0 if name.endswith("_gbs") else value >= 0
 
 
 def dump(profile: Profile) -> str:
     return yaml.safe_dump({"version": VERSION, **asdict(profile)}, sort_keys=False, width=110)
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Puts the profile where a reader finds it whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
+        try:
+            part.write(dump(profile))
+            part.flush()
+            os.replace(part.name, path)
+        except BaseException:
+            os.unlink(part.name)
+            raise

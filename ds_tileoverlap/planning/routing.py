@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,16 +53,34 @@ def draw(shape: Shape, num_ranks: int, uneven: Unevenness, seed: int) -> Plan:
 
     With more than :data:`RANKS_WITH_TOKENS` ranks a rank's choices only add up to tokens x k on average.
     """
-    generator, num_local = np.random.default_rng(seed), shape.experts // num_ranks
+    generator = np.random.default_rng(seed)
     drawn = [_choices(shape, num_ranks, uneven, generator) for _ in range(min(num_ranks, RANKS_WITH_TOKENS))]
     routes, sends = (np.stack(counts) for counts in zip(*drawn))
     if others := num_ranks - len(drawn):
         routes = np.concatenate([routes, _like(routes, others, shape.tokens, generator)])
         sends = np.concatenate([sends, _like(sends, others, shape.tokens, generator)])
-    can_overlap = np.zeros((num_ranks, 1), dtype=int)
-    counts = torch.from_numpy(np.concatenate([routes.reshape(num_ranks, -1), sends, can_overlap], 1).astype(np.int32))
-    fullest = int(routes.reshape(num_ranks, num_ranks, num_local).sum((0, 2)).argmax())
-    peers = Peers(None, fullest, tuple(range(num_ranks)), 0.0, "plan")
+    return _plan(routes, sends)
+
+
+def balanced(shape: Shape, num_ranks: int) -> Plan:
+    """As :func:`draw` where all experts get alike, and tokens choose without regard to ranks; nothing is drawn.
+
+    Two choices of each of 12 tokens among four experts on two ranks are 6 routes to each expert and 10 rows to each
+    rank: a sixth of the pairs of experts lies on the other one.
+    """
+    num_local = shape.experts // num_ranks
+    each = np.diff(np.arange(shape.experts + 1) * shape.tokens * shape.top_k // shape.experts)
+    missing = math.comb(shape.experts - num_local, shape.top_k) / math.comb(shape.experts, shape.top_k)
+    reached = round(shape.tokens * (1 - missing))
+    return _plan(np.tile(each, (num_ranks, 1)), np.full((num_ranks, num_ranks), reached))
+
+
+def _plan(routes: np.ndarray, sends: np.ndarray) -> Plan:
+    """Args: routes [W, ..] to all experts in their order, sends [W, W]."""
+    size, can_overlap = len(routes), np.zeros((len(routes), 1), dtype=int)
+    counts = torch.from_numpy(np.concatenate([routes.reshape(size, -1), sends, can_overlap], 1).astype(np.int32))
+    fullest = int(routes.reshape(size, size, -1).sum((0, 2)).argmax())
+    peers = Peers(None, fullest, tuple(range(size)), 0.0, "plan")
     return Plan(peers, counts, None, *[None] * 7)
 
 

@@ -38,13 +38,15 @@ class Stage:
         return self.returns.local_first
 
 
-def stages_of(shape: Shape, returns: Returns) -> list[Stage]:
+def stages_of(shape: Shape, returns: Returns, gated: bool = True) -> list[Stage]:
+    """Args: gated: whether experts have a gate beside the up projection."""
     hidden, inner = shape.hidden, shape.intermediate
+    first, wide = (gated_width(inner), 2 * inner) if gated else (inner, inner)
     return [
-        Stage("in", "dispatch => gate/up", gated_width(inner), hidden, ARRIVALS),
+        Stage("in", "dispatch => gate/up", first, hidden, ARRIVALS),
         Stage("down", "down => return", hidden, inner, returns),
         Stage("down back", "dY => down dgrad", inner, hidden, ARRIVALS),
-        Stage("in back", "up dgrad => dX return", hidden, 2 * inner, returns),
+        Stage("in back", "up dgrad => dX return", hidden, wide, returns),
     ]
 
 
