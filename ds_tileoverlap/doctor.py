@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -203,8 +204,9 @@ def _exchange() -> Check:
 
 
 def last_words(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if "Error" in line and "ChildFailedError" not in line]
-    return lines[-1] if lines else "no message"
+    """The first error that a rank raised; what its peers and the launcher say follows from it."""
+    found = re.search(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailedError)[\w.]*Error\b.*)", log, re.M)
+    return found[1].strip() if found else "no message"
 
 
 def _worker() -> None:

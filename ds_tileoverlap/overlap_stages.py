@@ -269,6 +269,7 @@ def return_while_computed(
         returning |= gemm_of(pairs, outputs, run)
         if run.comm_sms:
             main = torch.cuda.current_stream(rows.device)
+            op.begin_returning(exchange, channel.native, tiles, stream, **returning)
             pool.forked.record(main)
         op.multiply_returning(exchange, channel.native, tiles, stream, **returning)
         if run.comm_sms:

@@ -92,7 +92,7 @@ def dry_op(tmp_path_factory):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels would start")
 @pytest.mark.parametrize("combine,comm_sms", [("rows", 0), ("sums", 4)])
 def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combine, comm_sms):
-    event = SimpleNamespace(record=lambda stream: None)
+    event = SimpleNamespace(record=lambda stream: dry_op.calls.append("record"))
     stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
@@ -146,6 +146,10 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     operand = overlap_stages.Operand("down", down, False)
     sums = overlap_stages.return_while_computed([(rows, operand)], plan, run, stages, "combine")
     assert sums.shape == (8, 64)
+    # Couriers with SMs of their own start when the use of their channel has begun, and nothing else is done.
+    own_sms = ["begin_returning", "record", "multiply_returning", "run_couriers_home", "record", "sum_returned"]
+    order = own_sms if comm_sms else ["multiply_returning", "sum_returned"]
+    assert dry_op.calls[-len(order) :] == order
     grad_x, grad_weights, found = overlap.backward(
         tokens, tokens, expanded, plan, [rows, rows], weights, set(form.slots), stages, run, 128
     )
@@ -161,7 +165,7 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
     assert waiting <= loaded, "kernels that wait must be loaded before the first of them waits"
     # Everything that the operator offers has been called; the tests of kernels on their own call the last two.
     offered = {name for name, value in vars(dry_op).items() if callable(value) and name[0].islower()}
-    unused = {"project_arriving"} if comm_sms else {"arrive", "run_couriers_home"}
+    unused = {"project_arriving"} if comm_sms else {"arrive", "begin_returning", "run_couriers_home"}
     assert offered - set(dry_op.calls) == unused | {"sum_slots", "begin"}
 
 

@@ -294,6 +294,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                                                   gemm_fields<TileOverlapGemm>());
     const Fields<Return> returning =
         with(gemm_fields<Return>(), {FIELD(index), FIELD(sums), FIELD(comm_sms), OPTIONAL(signals)});
+    Travelling::define<Return>(module, "begin_returning", begin_returning, returning);
     Travelling::define<Return>(module, "multiply_returning", multiply_returning, returning);
     Travelling::define<Return>(module, "run_couriers_home", run_couriers_home, returning);
     StageOf<Exchange, Channel>::define<TileOverlapSum>(

@@ -173,13 +173,18 @@ inline int project_arriving(const Exchange& all, const Channel& tokens, const Ti
     return tileoverlap_expert_gemm(&gemm, &courier, &arrivals, stream);
 }
 
-// Multiplies and sends the result home while it is made. The GEMM waits for nobody; whatever happens to the start of
-// couriers that have SMs of their own, nothing is held up.
+inline int begin_returning(const Exchange& all, const Channel& returns, const TileOverlapTiling& tiling,
+                           const Return& home, cudaStream_t stream) {
+    int what = home.sums ? SUMS_HOME : ROWS_HOME;
+    return begin(all, returns, what, tiling.row_bytes, tiling.panel_tiles_to_do, tiling.left, tiling.num_left, stream);
+}
+
+// Multiplies and sends the result home while it is made. Where couriers have SMs of their own the use of the channel has
+// begun before: they start then. The GEMM waits for nobody; whatever happens to their start, nothing is held up.
 inline int multiply_returning(const Exchange& all, const Channel& returns, const TileOverlapTiling& tiling,
                               const Return& home, cudaStream_t stream) {
-    int what = home.sums ? SUMS_HOME : ROWS_HOME;
-    int error = begin(all, returns, what, tiling.row_bytes, tiling.panel_tiles_to_do, tiling.left, tiling.num_left, stream);
-    if (error) return error;
+    if (!home.comm_sms)
+        if (int error = begin_returning(all, returns, tiling, home, stream)) return error;
     TileOverlapCourier nothing{}, courier = output_courier(all, returns, tiling, home);
     TileOverlapArrivals arrivals{};
     TileOverlapGemm gemm = home;

@@ -89,7 +89,7 @@ class StagesWithSegments(Stages):
             returns = choose_returns(config, plan.tally, self.width * 2, num_bytes)
             its_plan, run = plan.but(slots=plan.slots[:1], returns=returns), self.run_of(plan, operand.width, returns)
             arms[f"segments {num_bytes}"] = partial(
-                overlap_stages.return_while_computed, [(rows, operand)], its_plan, run, nullcontext
+                overlap_stages.return_while_computed, [(rows, operand)], its_plan, run, nullcontext, "combine"
             )
         return arms
 
