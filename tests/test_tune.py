@@ -248,9 +248,9 @@ def test_segments_are_arms_too(monkeypatch):
     assert list(arms) == ["serial", "rows 0", "rows 8", "sums 0", "sums 8", *segments]
     for name in segments:
         arms[name]()
-    for (_, its_plan, returns, _), bands in zip(calls, (8, 16, 32), strict=True):
+    for (_, its_plan, returns, _, home), bands in zip(calls, (8, 16, 32), strict=True):
         assert its_plan.returns == returns and (returns.sums, returns.bands_per_segment) == (False, bands)
-        assert its_plan.slots.shape == (1, 2)
+        assert its_plan.slots.shape == (1, 2) and home == "combine"
 
 
 @pytest.mark.gpu(2)
