@@ -154,11 +154,11 @@ def test_a_run_without_an_arm_leaves_the_range_to_the_others(folder):
 
 
 def test_how_records_are_made_again(folder):
-    keep_only(folder, ["stages-olmoe", "olmoe"])
+    keep_only(folder, ["step-olmoe", "olmoe"])
     again = "ds-tileoverlap bench run layer --shapes F --ranks 2"
-    change(folder, "olmoe", lambda record: record["environment"].update(command=again))
+    change(folder, "olmoe", lambda record: record["environment"].update(command=again, commit="abc1234"))
     lines = results(folder).splitlines()
-    assert f"`{again} --out DIR`" in lines
+    assert f"`{again} --out DIR` (abc1234)" in lines
     assert any(line.startswith("`torchrun --standalone --nproc_per_node=2 examples/") for line in lines)
 
 

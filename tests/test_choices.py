@@ -71,7 +71,7 @@ def slow_couriers(profile):
 def test_overlap_that_loses_is_switched_off(profile):
     found = why_sequential(QWEN, 2, slow_couriers(profile))
     assert found.startswith(f"profile {DEFAULT} predicts ")
-    assert found.endswith("for the stages that exchange, and its error is at most 13%")
+    assert found.endswith(f"for the stages that exchange, and its error is at most {profile.error:.0%}")
     assert why_sequential(QWEN, 2, slow_couriers(profile), TileOverlapConfig(backend="overlap")) is None
     sure = replace(slow_couriers(profile), left_out_error=0.9)
     assert why_sequential(QWEN, 2, sure) is None

@@ -54,7 +54,7 @@ DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
 # In these the shapes of a family are equal; they differ in tokens, experts and how even their routing is.
 FAMILY = ("hidden", "intermediate", "top_k")
 VERSIONS = {"torch": "torch", "triton": "triton", "deepspeed": "DeepSpeed", "transformers": "transformers"}
-VERSIONS |= {"nccl": "NCCL", "driver": "driver", "commit": "commit"}
+VERSIONS |= {"nccl": "NCCL", "driver": "driver"}
 
 
 def with_results(readme: str, text: str) -> str:
@@ -226,15 +226,16 @@ def listed(how: str, found: list[Worse]) -> str:
 
 
 def commands(benchmarks: list[Benchmark]) -> str:
-    """How the first runs were started."""
-    return "\n".join(dict.fromkeys(f"`{_command(b.record)} --out DIR`" for b in benchmarks))
+    """How the first runs were started, of which commit."""
+    return "\n".join(dict.fromkeys(_command(b.record) for b in benchmarks))
 
 
 def _command(record: dict) -> str:
-    command = record["environment"]["command"]
+    command, commit = record["environment"]["command"], record["environment"].get("commit")
     # Records from before ``bench run`` name a file, which torchrun had started.
     by_hand = command.startswith("examples/")
-    return f"torchrun --standalone --nproc_per_node={record['ranks']} {command}" if by_hand else command
+    command = f"torchrun --standalone --nproc_per_node={record['ranks']} {command}" if by_hand else command
+    return f"`{command} --out DIR`" + (f" ({commit})" if commit else "")
 
 
 def in_order(arms: set[str]) -> list[str]:
