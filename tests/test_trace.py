@@ -65,7 +65,7 @@ PLANS = {}
 
 def record(op, monkeypatch, size, expert, options, capacity=2**16, slow=False):
     """Of each rank the recording, the Plan and the ranges."""
-    monkeypatch.setattr(overlap_group, "group_of", lambda peers, device: GROUPS.by_thread())
+    monkeypatch.setattr(overlap_group, "group_of", lambda *_: GROUPS.by_thread())
     ranges, finish = Ranges(), symmetric_layout.Counting.finish
     monkeypatch.setattr(stages, "get_accelerator", lambda: ranges)
 
