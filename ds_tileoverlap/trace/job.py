@@ -8,30 +8,17 @@ import sys
 
 import deepspeed
 import torch
-import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import distributed as dist
 from torch import nn
 
 from .. import MoE, initialize
+from ..bench.arms import Gated
 from ..config import BLOCK
 from ..planning.routing import Shape
 
 WARM_UP_STEPS = 5
-
-
-class GatedExpert(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, hidden: int, intermediate: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -39,7 +26,7 @@ class Layer(nn.Module):
         super().__init__()
         self.moe = MoE(
             shape.hidden,
-            GatedExpert(shape.hidden, shape.intermediate),
+            Gated(shape.hidden, shape.intermediate),
             num_experts=shape.experts,
             ep_size=num_ranks,
             k=shape.top_k,
