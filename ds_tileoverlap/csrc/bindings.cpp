@@ -136,7 +136,8 @@ template <typename S>
 Fields<S> gemm_fields() {
     return {FIELD(a), FIELD(b_maps), FIELD(c), OPTIONAL(a2), OPTIONAL(b2_maps), OPTIONAL(k2), OPTIONAL(up_maps),
             OPTIONAL(up), OPTIONAL(stride), OPTIONAL(hidden), OPTIONAL(row_weights), OPTIONAL(alpha), OPTIONAL(limit),
-            OPTIONAL(shift), OPTIONAL(trace), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed)};
+            OPTIONAL(shift), OPTIONAL(trace), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half),
+            FIELD(b_is_transposed)};
 }
 
 template <typename S>
@@ -289,7 +290,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using Travelling = StageOf<Exchange, Channel, TileOverlapTiling>;
     Travelling::define<Projection>(module, "project_arriving", project_arriving,
                                    with(gemm_fields<Projection>(), arriving));
-    Travelling::define<Projection>(module, "arrive", project_arriving, with({FIELD(a), FIELD(is_half), OPTIONAL(trace)}, arriving));
+    Travelling::define<Projection>(module, "arrive", project_arriving,
+                                   with({FIELD(a), FIELD(is_half), OPTIONAL(trace)}, arriving));
     StageOf<Exchange, TileOverlapTiling>::define<TileOverlapGemm>(module, "multiply", multiply,
                                                                   gemm_fields<TileOverlapGemm>());
     const Fields<Return> returning =
@@ -334,11 +336,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         },
         py::kw_only(), py::arg("maps"), py::arg("weights"), py::arg("rows"), py::arg("columns"), py::arg("is_half"),
         py::arg("b_is_transposed"));
-    Fields<TileOverlapGemm> gemm = {FIELD(a), FIELD(b_maps), FIELD(c), FIELD(items), FIELD(num_items), FIELD(claimed),
-                                    OPTIONAL(signals), OPTIONAL(epoch), OPTIONAL(panel_left), OPTIONAL(panel_tiles),
-                                    OPTIONAL(a2), OPTIONAL(b2_maps), OPTIONAL(k2), OPTIONAL(up_maps), OPTIONAL(up),
-                                    OPTIONAL(stride), OPTIONAL(hidden), OPTIONAL(row_weights), OPTIONAL(alpha),
-                                    OPTIONAL(limit), OPTIONAL(shift), FIELD(num_rows), FIELD(n), FIELD(k), FIELD(is_half), FIELD(b_is_transposed), FIELD(num_sms), OPTIONAL(trace)};
+    const Fields<TileOverlapGemm> gemm =
+        with(gemm_fields<TileOverlapGemm>(),
+             {FIELD(items), FIELD(num_items), FIELD(claimed), FIELD(num_sms), OPTIONAL(signals), OPTIONAL(epoch),
+              OPTIONAL(panel_left), OPTIONAL(panel_tiles)});
     module.def(
         "expert_gemm",
         [gemm](const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals, Address stream,

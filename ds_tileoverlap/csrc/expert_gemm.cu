@@ -271,8 +271,9 @@ template <typename T, int B_TRANSPOSED, int GATED>
 __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
     expert_gemm(const __grid_constant__ CUtensorMap a_map, const CUtensorMap* b_maps,
                 const __grid_constant__ CUtensorMap a2_map, const CUtensorMap* b2_maps, const CUtensorMap* up_maps, T* c,
-                Gate<T> gate, const int4* items, const int* num_items, int* claimed, uint32_t* signals, const uint32_t* epoch, uint32_t* panel_left,
-                int panel_tiles, int n, int k, int k2, TileOverlapTrace* trace, const __grid_constant__ TileOverlapCourier courier,
+                Gate<T> gate, const int4* items, const int* num_items, int* claimed, uint32_t* signals,
+                const uint32_t* epoch, uint32_t* panel_left, int panel_tiles, int n, int k, int k2,
+                TileOverlapTrace* trace, const __grid_constant__ TileOverlapCourier courier,
                 const __grid_constant__ TileOverlapArrivals arrivals) {
     extern __shared__ uint8_t dynamic[];
     __shared__ Shared shared;
@@ -304,7 +305,8 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         } else if (warp == CLERK) {
             Scheduler scheduler = {items, *num_items, claimed, static_cast<int>(gridDim.x / 2)};
             if (lane == 0)
-                keep_books<GATED>(shared, scheduler, signals, panel_left, panel_tiles, signals ? *epoch : 0, n, trace, rank);
+                keep_books<GATED>(shared, scheduler, signals, panel_left, panel_tiles, signals ? *epoch : 0, n, trace,
+                                  rank);
         } else {
             run_courier<T>(courier, gridDim.x * NUM_COURIERS);
             place_arrivals(arrivals, gridDim.x * NUM_COURIERS);
