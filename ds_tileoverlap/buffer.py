@@ -49,7 +49,7 @@ class Channel:
         claimed, placed, finished: counters that are 0 between kernels.
         arrived, consumed, began: [W] int32 words of this rank that peers write.
         peer_buffers, peer_arrived, peer_consumed, peer_began: [W] int64 addresses at each peer.
-        addresses, native: the addresses of the above by name, and as the operator takes them.
+        native: the addresses of the above, as the operator takes them.
     """
 
     def __init__(self, pool: Pool, words: torch.Tensor, bases: list[int], first: int, own: torch.Tensor):
@@ -67,10 +67,11 @@ class Channel:
     def _remember_addresses(self) -> None:
         words = ("epoch", "targets", "claimed", "placed", "finished", "arrived", "consumed", "began")
         peers = ("peer_buffers", "peer_arrived", "peer_consumed", "peer_began")
-        self.addresses = {name: getattr(self, name).data_ptr() for name in (*words, *peers)}
-        self.addresses["received"] = self._buffer.data_ptr() if self._buffer is not None else 0
-        self.addresses["generation_bytes"] = self.capacity_bytes
-        self.native = self._pool.op.Channel(**self.addresses)
+        self.native = self._pool.op.Channel(
+            **{name: getattr(self, name).data_ptr() for name in (*words, *peers)},
+            received=self._buffer.data_ptr() if self._buffer is not None else 0,
+            generation_bytes=self.capacity_bytes,
+        )
 
     def reserve(self, needed_bytes: int, most_bytes: int) -> None:
         """Makes each half hold what is needed. All ranks call this with the same numbers, and grow together.

@@ -26,6 +26,7 @@ import torch
 
 from . import versions
 from .config import BLOCK, ConfigError, parse
+from .ranks import command_of
 
 OK, NO, FAULT = "ok", "no", "fault"
 EXCHANGE_LIMIT_S = 300.0
@@ -182,11 +183,10 @@ def _ds_config(path: Path) -> Check:
 
 
 def _exchange() -> Check:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [*command, "-m", __name__], capture_output=True, text=True, timeout=EXCHANGE_LIMIT_S, check=False
+            command_of(2, __name__), capture_output=True, text=True, timeout=EXCHANGE_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return Check(

@@ -11,7 +11,6 @@ what a layer cannot do in every forward, with a word in the exchanged counts.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -112,7 +111,7 @@ class _OverlappedMLP(sequential.RoutedMLP):
         down = Operand("down", stacks.down, transposed=False)
         arriving = [arrival_width]
         if overlaps_backward:
-            arriving.append(replace(down, transposed=True).width)
+            arriving.append(Operand("down back", stacks.down, transposed=True).width)
         # Everything until here is done while the counts are on their way; once they are there, the device waits.
         with stages("layout"):
             plan = counting.finish(arriving, returning=[down.width])

@@ -239,7 +239,7 @@ def return_while_computed(
     plan: Plan,
     run: Run,
     stages: Stages,
-    home: str = "combine",
+    home: str,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Rows times their experts' weights, summed at the owners of their tokens.

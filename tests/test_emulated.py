@@ -104,7 +104,7 @@ def _layout(rank, group, peers, lengths, k, num_experts, combine):
     return plans
 
 
-@pytest.mark.parametrize("combine", ["rows", "sums"])
+@pytest.mark.parametrize("combine", ["rows", "sums", "auto"])
 @pytest.mark.parametrize("size,k,num_experts", [(2, 1, 2), (2, 3, 60), (4, 8, 64), (8, 2, 16)])
 def test_layout(op, size, k, num_experts, combine):
     lengths = [
@@ -121,6 +121,8 @@ def test_layout(op, size, k, num_experts, combine):
             counted, (sent_tokens, choice_slots, token_slots, _) = sent[rank]
             assert torch.equal(plan.counts[rank], counted) and plan.tally.all_can_overlap
             assert plan.tally == replace(plan, slots=None).tally, "the operator's tally is its Python twin's"
+            config = TileOverlapConfig(enabled=True, combine=combine)
+            assert plan.returns == symmetric_layout.choose_returns(config, plan.tally, 128), "and so is its choice"
             assert torch.equal(plan.sent_tokens, sent_tokens[: plan.sent_tokens.numel()])
             assert torch.equal(plan.choice_slots, choice_slots) and torch.equal(plan.token_slots, token_slots)
             received = torch.cat(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
+from ..ranks import command_of
+
 WORKER = f"{__package__}.worker"
 # The launcher gives its ranks 30 seconds to end.
 END_LIMIT_S = 45
@@ -16,8 +18,7 @@ def launch(arguments: list[str], ranks: int, limit_s: float, to_stderr: bool) ->
 
     None of them is left, whether they end, take longer than ``limit_s``, or this process is interrupted.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["-m", WORKER, *arguments]
+    command = command_of(ranks, WORKER, *arguments)
     # In a session of its own, so that an interrupt reaches its ranks through the launcher alone, and once.
     process = subprocess.Popen(command, stdout=2 if to_stderr else None, start_new_session=True)
     try:

@@ -94,15 +94,16 @@ class Stages:
     def record(self, comm_sms: tuple[int, ...], samples: int, launch: bool) -> dict:
         arms, errors = self.arms_and_errors(comm_sms)
         passed = on_all_ranks(all(error <= TOLERANCE for error in errors.values()), self.device)
-        arrive, back = (sum(map(sum, table)) for table in (self.plan.remote_sends, self._returning()))
-        each_way = len(self.plan.remote_sends) * LINK / (self.width * 2)
+        tally, sums = self.plan.tally, self.plan.returns.sums
+        arrive, back = tally.remote_sends, tally.remote_sends if sums else tally.remote_routes
+        each_way = self.plan.peers.size * LINK / (self.width * 2)
         return {
             "replayed": not launch,
-            "returns": "sums" if self.plan.returns.sums else "rows",
+            "returns": "sums" if sums else "rows",
             "gate": {"passed": passed},
             "errors_vs_sequential": errors,
             "link_ms": {"arrive": arrive / each_way * 1e3, "return": back / each_way * 1e3},
-            "rows_link_ms": sum(map(sum, self.plan.remote_routes)) / each_way * 1e3,
+            "rows_link_ms": tally.remote_routes / each_way * 1e3,
             "times_ms": self.times_ms(arms, samples, launch) if passed else {},
             "goal": GOALS.get(self.shape.name),
         }
@@ -135,9 +136,6 @@ class Stages:
         times = interleaved(list(arms), lambda name, i: arms[name](), samples, self.device)
         overlap_group.check_failure(self.group.pool.failure, self.peers)
         return {name: summary(values) for name, values in times.items()}
-
-    def _returning(self) -> list[list[int]]:
-        return self.plan.remote_sends if self.plan.returns.sums else self.plan.remote_routes
 
     def grouped_mm(self, rows: torch.Tensor, operand: Operand) -> torch.Tensor:
         weights = operand.stack[0][2]

@@ -42,6 +42,7 @@ void assign(T& field, py::handle value) {
 }
 
 void assign(float& field, py::handle value) { field = value.cast<float>(); }
+void assign(double& field, py::handle value) { field = value.cast<double>(); }
 
 // A field of a struct: how Python calls it, and how it is set.
 template <typename S>
@@ -165,10 +166,10 @@ struct Arrival {
     const uint32_t* host_ready;
     const TileOverlapFailure* host_failure;
     uint32_t ready_before;
-    float limit_s;
+    double limit_s;
     // How rows shall return: 1 as sums, 0 as rows, -1 as sums where those are so many times fewer.
     int sums;
-    float sums_below;
+    double sums_below;
     int64_t most_records;  // what half of the receive buffer holds
 };
 

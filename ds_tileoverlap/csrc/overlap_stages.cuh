@@ -134,12 +134,12 @@ inline TileOverlapCourier output_courier(const Exchange& all, const Channel& cha
     TileOverlapCourier courier = courier_of(all, channel, tiling);
     courier.trace = home.trace, courier.rows = home.c, courier.index = home.index, courier.num_choices = all.num_choices;
     courier.runs = tiling.sum_runs, courier.num_panels = tiling.num_panels;
-    courier.panel_bytes = tiling.panel_tiles * 256 * 2;
+    courier.panel_bytes = tiling.panel_tiles * TILE_N * 2;
     if (home.sums) {
         courier.errand = RETURN_SUMS, courier.panel_left = tiling.left;
     } else {
         courier.errand = RETURN_ROWS, courier.signals = home.signals;
-        courier.signals_per_band = 2 * ((home.n + 255) / 256);
+        courier.signals_per_band = 2 * ((home.n + TILE_N - 1) / TILE_N);
     }
     return courier;
 }

@@ -6,7 +6,7 @@
 namespace tileoverlap {
 namespace {
 
-constexpr int THREADS = 1024, BAND = 128, PAIR = 2 * BAND, TILE_N = 256;
+constexpr int THREADS = 1024, PAIR = 2 * BAND;
 // Pairs of bands that walk the columns together, so that their rows stay in the L2 cache.
 constexpr int PAIRS_AT_ONCE = 8;
 constexpr int MAX_RUNS = TILEOVERLAP_MAX_EXPERTS;

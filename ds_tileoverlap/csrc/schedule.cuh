@@ -42,3 +42,10 @@ struct TileOverlapSchedule {
 
 int tileoverlap_schedule(const TileOverlapSchedule* arguments, cudaStream_t stream);
 }
+
+namespace tileoverlap {
+
+// Rows of a band, columns of a column tile.
+constexpr int BAND = 128, TILE_N = 256;
+
+}  // namespace tileoverlap

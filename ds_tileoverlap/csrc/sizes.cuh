@@ -60,7 +60,6 @@ inline Tally tally_of(const int* counts, int num_ranks, int rank, int num_expert
 // Places the lists of a tiling one after the other, each at 16 bytes, from a number of words on; returns the number of
 // words after them. Addresses are offsets until they are moved to where the words lie.
 inline int64_t place_lists(TileOverlapTiling& tiling, int64_t num_words, int64_t num_rows, int num_ranks, int num_local) {
-    constexpr int BAND = 128, TILE_N = 256;
     // Every run of rows with tiles of its own may end in a tile that is not full; every owner's rows of an expert may
     // begin and end within a band.
     int64_t num_bands = num_rows / BAND + num_local * (tiling.aligns_owners ? num_ranks : 1);

@@ -133,8 +133,7 @@ class Forecast:
         return [self._combine(), self._segments(), Choice("comm_sms", comm_sms, f"couriers of the return {where}")]
 
     def _combine(self) -> Choice:
-        plan, sums = self.plan, self.plan.returns.sums
-        sends, routes = sum(map(sum, plan.remote_sends)), sum(map(sum, plan.remote_routes))
+        sums, sends, routes = self.plan.returns.sums, self.plan.tally.remote_sends, self.plan.tally.remote_routes
         share = f"{sends} sums instead of {routes} rows would travel in the group, {sends / max(routes, 1):.2f} of them"
         why = "as configured" if self.config.combine != "auto" else f"sums are chosen below {SUMS_BELOW}"
         return Choice("combine", "sums" if sums else "rows", f"{share}; {why}")
@@ -158,7 +157,7 @@ class Forecast:
         """Bytes on the fullest rank: kept for backward, index arrays, and the receive buffers of the group."""
         shape, plan = self.shape, self.plan
         rows, tokens, top_k = plan.num_rows, shape.tokens, shape.top_k
-        sent, received = sum(plan.send_splits), sum(plan.recv_splits)
+        sent, received = plan.tally.num_sent, plan.tally.num_received
         kept_rows = 0 if self.config.recompute_dispatch else rows * shape.hidden
         return {
             "kept_for_backward_bytes": 2 * (tokens * shape.hidden + kept_rows + rows * 2 * shape.intermediate),
@@ -168,11 +167,11 @@ class Forecast:
 
     def _channels(self) -> list[tuple[int, int]]:
         """(needed, most) bytes of half of each channel, as the stages reserve them."""
-        plan, row_bytes, top_k = self.plan, self.shape.row_bytes, self.shape.top_k
-        tokens = max(map(sum, zip(*plan.remote_sends))) * row_bytes
-        records = max(map(sum, zip(*plan.sends_between))) * -(-2 * top_k // 4) * 16
-        scalars = max(map(sum, plan.remote_sends)) * -(-top_k // 4) * 16
-        needed, most = (rows * row_bytes for rows in rows_to_receive(plan))
+        tally, row_bytes, top_k = self.plan.tally, self.shape.row_bytes, self.shape.top_k
+        tokens = tally.most_arriving * row_bytes
+        records = tally.most_received * -(-2 * top_k // 4) * 16
+        scalars = tally.most_sent_away * -(-top_k // 4) * 16
+        needed, most = (rows * row_bytes for rows in rows_to_receive(self.plan))
         return [(records, 2 * records), (tokens, 2 * tokens), (needed, most), (scalars, 2 * scalars)]
 
     @property

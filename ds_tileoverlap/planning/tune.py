@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..doctor import last_words
+from ..ranks import command_of
 from . import fit, machine
 from .profile import Profile, write
 
@@ -134,11 +135,11 @@ def measure(num_ranks: int, limit_s: float) -> tuple[list[dict], float]:
     # Experts of each rank are as many.
     layers = [{**layer, "experts": layer["experts"] // num_ranks * num_ranks} for layer in LAYERS]
     layers = [layer for layer in layers if layer["experts"] >= layer["top_k"]]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    command += ["-m", f"{__package__}.tune_worker", "--layers", json.dumps(layers), "--limit", str(limit_s)]
+    options = ["--layers", json.dumps(layers), "--limit", str(limit_s), "--end", str(limit_s + START_S)]
+    command = command_of(num_ranks, f"{__package__}.tune_worker", *options)
     records, link_gbs = [], 0.0
     with _progress(len(layers)) as advance:
-        for message in messages([*command, "--end", str(limit_s + START_S)], limit_s + START_S + END_S):
+        for message in messages(command, limit_s + START_S + END_S):
             if "refusal" in message:
                 raise TuneError(f"these GPUs cannot overlap, as {message['refusal']}")
             link_gbs = message.get("link_gbs", link_gbs)

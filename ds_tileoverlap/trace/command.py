@@ -15,6 +15,7 @@ from ..config import BLOCK, parse
 from ..planning.command import _shape as shape
 from ..planning.command import _whole as whole
 from ..planning.routing import Shape
+from ..ranks import command_of
 from . import perfetto, report
 
 FILE = "trace.json.gz"
@@ -45,10 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"ds-tileoverlap: {'; '.join(faults)}", file=sys.stderr)
         return 2
     job = {"shape": asdict(arguments.shape), "block": block, "folder": str(arguments.out)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     try:
         done = subprocess.run(
-            [*command, "-m", "ds_tileoverlap.trace.job", json.dumps(job)],
+            command_of(num_ranks, f"{__package__}.job", json.dumps(job)),
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
