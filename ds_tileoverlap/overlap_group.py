@@ -207,7 +207,9 @@ def _load_kernels(op, pool: Pool) -> None:
             op.expert_gemm(is_half=is_half, b_is_transposed=transposed, **gemm)
         op.expert_gemm(is_half=is_half, b_is_transposed=False, **gemm, **gated)
         op.run_couriers(is_half=is_half, num_sms=2, stream=stream)
-        op.sum_returned(nothing_to_do, channel, stream, local=zero, slots=zero, sums=zero, width=8, is_half=is_half)
+        op.sum_returned(
+            nothing_to_do, channel, stream, local=zero, slots=zero, sums=zero, num_tokens=0, width=8, is_half=is_half
+        )
     op.place(
         nothing_to_do, channel, stream, experts=zero, weights=zero, block_counts=zero, bases=zero, returns_sums=False,
         sent_tokens=zero, choice_slots=zero, token_slots=zero, slots=zero,

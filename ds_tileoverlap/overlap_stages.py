@@ -287,6 +287,7 @@ def return_while_computed(
             local=outputs.data_ptr(),
             slots=plan.slots.data_ptr(),
             sums=sums.data_ptr(),
+            num_tokens=sums.shape[0],
             width=width,
             is_half=rows.dtype == torch.float16,
             trace=pool.trace,

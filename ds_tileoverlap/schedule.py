@@ -20,9 +20,8 @@ from .layout import Plan
 
 BAND = 128
 TILE_N = 256
-# As csrc/schedule.cu: pairs of bands that walk the columns together; bytes that a courier claims at once.
+# As csrc/schedule.cu: pairs of bands that walk the columns together.
 PAIRS_AT_ONCE = 8
-PART_BYTES = 8192
 # Of one transfer of rows, where no profile says otherwise.
 SEGMENT_BYTES = 2**21
 # Added to the expert of an item whose rows have to travel.
@@ -222,6 +221,11 @@ def _items_of_pairs(
             yield item(end - 1, column_tile)
 
 
+def rows_of_part(row_bytes: int) -> int:
+    """How many rows a courier claims at once: 2 of 4096 bytes, 1 of 20000, 32 of 100."""
+    return min(max(8192 // row_bytes, 1), 32)
+
+
 def plain_segments(
     routes: np.ndarray, rank: int, row_bytes: int, aligns_owners: bool, bands_per_segment: int
 ) -> list[tuple[int, ...]]:
@@ -231,8 +235,8 @@ def plain_segments(
         routes: [W, W, E_local] routes from each rank to each expert of each rank.
 
     With 300 rows of one expert from rank 1 and 40 from rank 0, on rank 0 and 4 bytes a row, the segments are
-    ``(0, 128, 1, 0, 0, 1, 0)``, ``(128, 128, 1, 128, 1, 1, 1)`` and ``(256, 44, 1, 256, 2, 1, 2)``, and the end mark is
-    ``(0, 0, 0, 0, 0, 0, 3)``.
+    ``(0, 128, 1, 0, 0, 1, 0)``, ``(128, 128, 1, 128, 1, 1, 4)`` and ``(256, 44, 1, 256, 2, 1, 8)``, and the end mark is
+    ``(0, 0, 0, 0, 0, 0, 10)``.
     """
     mine = routes[:, rank]
     runs, owners, order = _runs(mine, rank, aligns_owners), _owners(rank, len(routes)), _in_order(mine, rank)
@@ -255,7 +259,7 @@ def plain_segments(
                 segments.append(
                     (row + start, end - start, peer, peer_row + start, band + first, min(each, bands - first), parts)
                 )
-                parts += -(-(end - start) * row_bytes // PART_BYTES)
+                parts += -(-(end - start) // rows_of_part(row_bytes))
             before += rows
     return [*segments, (0, 0, 0, 0, 0, 0, parts)]
 

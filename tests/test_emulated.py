@@ -285,13 +285,13 @@ GUARDS = {
     ),
     "what arrives is read after it came": (
         "arrivals.cuh",
-        "        if (segment.peer != known && in_time) {",
+        "        if (peer != known && in_time) {",
         "        if (false) {",
     ),
     "couriers wait for finished tiles": (
         "courier.cuh",
-        "if (panel != ready && args.panel_left != nullptr && courier.in_time) {",
-        "if (false) {",
+        "if (panel == ready || !courier.in_time) return;",
+        "return;",
     ),
     "the sum waits for what comes": (
         "combine.cu",

@@ -37,9 +37,9 @@ def test_worked_examples():
     routes[:, 0, 0] = 40, 300
     assert schedule.plain_segments(routes, 0, 4, False, 2) == [
         (0, 128, 1, 0, 0, 1, 0),
-        (128, 128, 1, 128, 1, 1, 1),
-        (256, 44, 1, 256, 2, 1, 2),
-        (0, 0, 0, 0, 0, 0, 3),
+        (128, 128, 1, 128, 1, 1, 4),
+        (256, 44, 1, 256, 2, 1, 8),
+        (0, 0, 0, 0, 0, 0, 10),
     ]
     routes[:, :, 0] = [[1, 2], [1, 0]]
     experts = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
@@ -101,7 +101,7 @@ def test_every_row_is_computed_once_and_travels_once(case, aligns_owners, panel_
         *segments, end = schedule.plain_segments(routes, rank, 1000, aligns_owners, 3)
         for row, rows, peer, peer_row, band, num_bands, before in segments:
             assert rows > 0 and before == parts and (owners[row : row + rows] == peer).all()
-            parts += -(-rows * 1000 // schedule.PART_BYTES)
+            parts += -(-rows // schedule.rows_of_part(1000))
             sent[row : row + rows] += 1
             # The bands that it waits for hold all its rows.
             assert first_rows[band] <= row
@@ -139,7 +139,7 @@ def check_arrivals(routes, rank, aligns_owners, owners, first_rows):
     for band, end in enumerate(ends):
         of_band = owners[first_rows[band] : end]
         counts = [(of_band == peer).sum() for peer in range(len(routes)) if peer != rank]
-        assert parts[band] == sum(-(-count * 1000 // schedule.PART_BYTES) for count in counts)
+        assert parts[band] == sum(-(-count // schedule.rows_of_part(1000)) for count in counts)
 
 
 def check_sums(case, routes, chosen):

@@ -493,8 +493,8 @@ class Enqueuer:
         if self._comes("meet"):
             self._begin(channel, op.TOKENS_OUT, use.token_bytes, tiles.band_parts, job.missing)
         courier = self._courier(
-            channel, tiles, job.x, errand=op.RETURN_SUMS, index=job.sent_tokens.data_ptr(), num_choices=1,
-            runs=tiles.send_runs.data_ptr(), num_panels=1, panel_bytes=use.token_bytes,
+            channel, tiles, job.x, errand=op.SEND_ROWS, index=job.sent_tokens.data_ptr(), num_choices=1,
+            runs=tiles.send_runs.data_ptr(),
         )  # fmt: skip
         carried = dict(courier=courier, arrivals=self._arrivals())
         if not self._comes("project"):
@@ -700,8 +700,8 @@ def _compare(outcome: Outcome, what: str, words: torch.Tensor, expected: list[in
 # What is taken away: (file, text, what stands there instead).
 GUARDS = {
     "couriers wait for ready signals": [
-        ("courier.cuh", "if (ready != current && courier.in_time) {", "if (false) {"),
-        ("courier.cuh", "if (panel != ready && args.panel_left != nullptr && courier.in_time) {", "if (false) {"),
+        ("courier.cuh", "if (ready != part.segment && courier.in_time) {", "if (false) {"),
+        ("courier.cuh", "if (panel == ready || !courier.in_time) return;", "return;"),
     ],
     "couriers wait for consumed": [
         (

@@ -30,100 +30,114 @@ struct TileOverlapArrivals {
 
 namespace tileoverlap {
 
-// One warp's copies, in units of 16 bytes: one a lane, then the ones 32 units further.
+// One warp's copies from the receive buffer to the rows, piece by piece.
+template <typename Memory>
 class Placer {
 public:
-    __device__ explicit Placer(const TileOverlapArrivals& args)
-        : lane(threadIdx.x % 32), args(args),
-          received(reinterpret_cast<const uint4*>(half_of(args.received, *args.epoch, args.generation_bytes))),
-          row_units(args.row_bytes / 16), rows_on(32 / row_units), units_on(32 % row_units) {}
+    __device__ Placer(const TileOverlapArrivals& args, Memory& memory)
+        : lane(threadIdx.x % 32), args(args), pieces(memory), rows_each(max(HALF / args.row_bytes, 1)),
+          received(half_of(const_cast<void*>(args.received), *args.epoch, args.generation_bytes)) {}
 
     const int lane;
 
-    // Says that the last part is in place. All lanes' stores before it are visible to who sees the count.
-    __device__ void announce() {
-        if (pending < 0) return;
-        fence_async_global();  // the bulk copy engine reads what was written here
-        __syncwarp();
-        if (lane == 0) add_to(args.missing + pending, -1u);
-        pending = -1;
+    // The received row that this lane's row of the part is a copy of.
+    __device__ int source_of(const Part& part) const {
+        if (lane >= part.rows) return 0;
+        int source = __ldg(args.sources + part.row + lane);
+        return source < args.own_first ? source : source - (args.own_end - args.own_first);
     }
 
-    // Copies some units of a band's rows from there on; the part before is announced while the first of them are on
-    // their way.
-    __device__ void copy(const TileOverlapSegment& segment, int start, int count) {
-        row = segment.row + (start + lane) / row_units;
-        within = (start + lane) % row_units;
-        to = static_cast<uint4*>(args.rows) + static_cast<int64_t>(segment.row) * row_units + start + lane;
-        int left = count;
-        for (; left >= 8 * 32; left -= 8 * 32) copy_units<8, true>(left);
-        for (; left > 0; left -= 2 * 32) copy_units<2, false>(left);
-        pending = segment.band;
+    // Begins to copy a part: some rows at a time, or a row that is longer than a piece little by little.
+    __device__ void copy(const Part& part, int source) {
+        for (int first = 0; first < part.rows; first += rows_each) {
+            int rows = min(part.rows - first, rows_each);
+            int64_t place = static_cast<int64_t>(part.row + first) * args.row_bytes;
+            int64_t received_row = __shfl_sync(~0u, source, min(first + lane, 31));
+            const char* from = received + received_row * args.row_bytes;
+            for (int at = 0; at < args.row_bytes; at += HALF) {
+                int share = min(args.row_bytes - at, HALF);
+                bool is_last = first + rows == part.rows && at + share == args.row_bytes;
+                make_room();
+                pieces.load({place + at, rows * share, is_last ? part.band : -1}, from + at, lane * share,
+                            lane < rows ? share : 0);
+            }
+        }
+    }
+
+    // Returns when everything is in place, and announced.
+    __device__ void finish() {
+        while (pieces.size()) store_next();
+        if (lane == 0) bulk_stores_wait<0>();
+        announce_until(pieces.num_taken());
     }
 
 private:
-    // COUNT units a lane, all of which there are, or as many as are left.
-    template <int COUNT, bool ALL>
-    __device__ void copy_units(int left) {
-        uint4 values[COUNT];
-        uint32_t from[COUNT];
-        auto is_there = [&](int i) { return ALL || i * 32 + lane < left; };
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            int source = is_there(i) ? __ldg(args.sources + row) : 0;
-            from[i] = (source < args.own_first ? source : source - (args.own_end - args.own_first)) * row_units + within;
-            row += rows_on;
-            within += units_on;
-            if (within >= row_units) within -= row_units, row++;
+    static constexpr int HALF = Memory::HALF_BYTES;
+
+    __device__ void make_room() {
+        if (pieces.size() < 2) return;
+        store_next();
+        if (lane == 0) {
+            bulk_stores_wait_read();
+            bulk_stores_wait<1>();
         }
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            if (is_there(i)) values[i] = __ldcg(received + from[i]);
-        if (COUNT * 32 + lane < left) prefetch(args.sources + row);
-        announce();
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            if (is_there(i)) to[i * 32] = values[i];
-        to += COUNT * 32;
+        announce_until(pieces.num_taken() - 1);
+    }
+
+    __device__ void store_next() {
+        const uint8_t* piece = pieces.front();
+        const auto& note = pieces.note_of(pieces.num_taken());
+        if (lane == 0) bulk_store(static_cast<char*>(args.rows) + note.place, piece, note.bytes);
+        pieces.pop();
+    }
+
+    // Says of pieces that are in place which bands are the more complete.
+    __device__ void announce_until(int end) {
+        for (; announced < end; announced++) {
+            int band = pieces.note_of(announced).band;
+            if (lane == 0 && band >= 0) add_to(args.missing + band, -1u);
+        }
     }
 
     const TileOverlapArrivals& args;
-    const uint4* received;
-    const int row_units, rows_on, units_on;  // of a row; 32 units further
-    int pending = -1;                        // the band of the part that is copied but not announced
-    // Of this lane's next unit: the row and the place in it, and where it goes.
-    int row = 0, within = 0;
-    uint4* to = nullptr;
+    Pieces<Memory> pieces;
+    const int rows_each;
+    const char* received;
+    int announced = 0;
 };
 
 // Runs one warp's share.
-__device__ __forceinline__ void place_arrivals(const TileOverlapArrivals& args, int num_warps) {
+template <typename Memory>
+__device__ __forceinline__ void place_arrivals(const TileOverlapArrivals& args, int num_warps, Memory& memory) {
     if (args.missing == nullptr) return;
-    Placer placer(args);
-    Claims claims(args.claimed, args.segments[*args.num_segments].first_part, num_warps);
-    int current = 0, known = -1;
+    Placer<Memory> placer(args, memory);
+    Parts parts(args.segments, *args.num_segments, args.row_bytes, args.claimed, num_warps);
+    Part part = parts.next();
+    int source = placer.source_of(part), known = -1;
     bool in_time = !has_failed(args.failure);
-    for (int part; (part = claims.claim()) >= 0;) {
-        while (part >= args.segments[current + 1].first_part) current++;
-        TileOverlapSegment segment = args.segments[current];
-        if (segment.peer != known && in_time) {
-            placer.announce();  // before a wait that may be long
-            const uint32_t* arrived = args.arrived + segment.peer;
-            uint32_t target = args.targets[segment.peer];
+    while (part.rows) {
+        // Its sources come while this part is copied.
+        Part next = parts.next();
+        int next_source = placer.source_of(next), peer = part.peer;
+        if (peer != known && in_time) {
+            placer.finish();  // before a wait that may be long
+            const uint32_t* arrived = args.arrived + peer;
+            uint32_t target = args.targets[peer];
             in_time = wait_until([&] { return reached(read_peer_signal(arrived), target); }, args.failure, args.limit_ns,
                                  256);
-            if (!in_time) report(args.failure, ROWS_ARRIVED, segment.peer, 0, target, read_peer_signal(arrived));
-            known = segment.peer;
+            if (!in_time) report(args.failure, ROWS_ARRIVED, peer, 0, target, read_peer_signal(arrived));
+            known = peer;
+            fence_async_global();  // the bulk copy engine reads what a peer wrote
         }
         in_time = __all_sync(~0u, in_time);
-        if (!in_time) continue;
-        constexpr int UNITS = TILEOVERLAP_PART / 16;
-        int start = (part - segment.first_part) * UNITS;
-        uint64_t began = traced_time(args.trace);
-        placer.copy(segment, start, min(segment.rows * (args.row_bytes / 16) - start, UNITS));
-        if (placer.lane == 0) record(args.trace, PLACED, segment.band, 0, segment.peer, began);
+        if (in_time) {
+            uint64_t began = traced_time(args.trace);
+            placer.copy(part, source);
+            if (placer.lane == 0) record(args.trace, PLACED, part.band, 0, peer, began);
+        }
+        part = next, source = next_source;
     }
-    placer.announce();
+    placer.finish();
     __syncwarp();
     if (placer.lane == 0) say_read(args.finished, num_warps, args.peer_consumed, args.num_peers, *args.epoch);
 }

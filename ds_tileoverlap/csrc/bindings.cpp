@@ -228,6 +228,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.attr("TOKENS_OUT") = static_cast<int>(TOKENS_OUT);
     module.attr("RETURN_ROWS") = static_cast<int>(RETURN_ROWS);
     module.attr("RETURN_SUMS") = static_cast<int>(RETURN_SUMS);
+    module.attr("SEND_ROWS") = static_cast<int>(SEND_ROWS);
 
     // --- layout -----------------------------------------------------------------------------------------------------
     using namespace tileoverlap;
@@ -302,7 +303,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Travelling::define<Return>(module, "run_couriers_home", run_couriers_home, returning);
     StageOf<Exchange, Channel>::define<TileOverlapSum>(
         module, "sum_returned", sum_returned,
-        {FIELD(local), FIELD(slots), FIELD(sums), FIELD(width), FIELD(is_half), OPTIONAL(trace)});
+        {FIELD(local), FIELD(slots), FIELD(sums), FIELD(num_tokens), FIELD(width), FIELD(is_half), OPTIONAL(trace)});
     const Fields<TileOverlapScalars> scalars = {FIELD(values), FIELD(index), FIELD(choice_slots), FIELD(slots),
                                                 FIELD(own_first), FIELD(own_end), OPTIONAL(results)};
     Travelling::define<TileOverlapScalars>(module, "send_scalars", send_scalars, scalars);

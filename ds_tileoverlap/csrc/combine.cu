@@ -1,6 +1,7 @@
 #include "combine.cuh"
 
 #include "arrivals.cuh"
+#include "launch.cuh"
 
 namespace tileoverlap {
 namespace {
@@ -85,13 +86,18 @@ __global__ void __launch_bounds__(SCALAR_THREADS) collect_scalars(const __grid_c
 
 // All registers of an SM: nothing else runs beside these couriers.
 constexpr int COURIER_THREADS = 512;
+using Memory = CourierMemory<4096>;
+constexpr int COURIER_BYTES = COURIER_THREADS / 32 * sizeof(Memory) + 128;
 
 template <typename T>
 __global__ void __launch_bounds__(COURIER_THREADS, 1) __cluster_dims__(2, 1, 1)
     couriers(const __grid_constant__ TileOverlapCourier courier, const __grid_constant__ TileOverlapArrivals arrivals) {
+    extern __shared__ uint8_t dynamic[];
+    auto* memories = reinterpret_cast<Memory*>((reinterpret_cast<uintptr_t>(dynamic) + 127) & ~uintptr_t{127});
+    Memory& memory = memories[threadIdx.x / 32];
     int num_warps = gridDim.x * COURIER_THREADS / 32;
-    run_courier<T>(courier, num_warps);
-    place_arrivals(arrivals, num_warps);
+    run_courier<T>(courier, num_warps, memory);
+    place_arrivals(arrivals, num_warps, memory);
 }
 
 // One CTA waits for all rows, so that the GPU is free for others until they have come.
@@ -144,14 +150,19 @@ extern "C" int tileoverlap_begin(const TileOverlapBegin* arguments, cudaStream_t
     return cudaGetLastError();
 }
 
+template <typename T>
+static int run_couriers(const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals, int num_sms,
+                        cudaStream_t stream) {
+    using namespace tileoverlap;
+    if (int error = allow_shared_memory<couriers<T>>(COURIER_BYTES)) return error;
+    couriers<T><<<num_sms / 2 * 2, COURIER_THREADS, COURIER_BYTES, stream>>>(courier, arrivals);
+    return cudaGetLastError();
+}
+
 extern "C" int tileoverlap_run_couriers(const TileOverlapCourier* courier, const TileOverlapArrivals* arrivals, int is_half,
                                         int num_sms, cudaStream_t stream) {
-    using namespace tileoverlap;
-    if (is_half)
-        couriers<__half><<<num_sms / 2 * 2, COURIER_THREADS, 0, stream>>>(*courier, *arrivals);
-    else
-        couriers<__nv_bfloat16><<<num_sms / 2 * 2, COURIER_THREADS, 0, stream>>>(*courier, *arrivals);
-    return cudaGetLastError();
+    return is_half ? run_couriers<__half>(*courier, *arrivals, num_sms, stream)
+                   : run_couriers<__nv_bfloat16>(*courier, *arrivals, num_sms, stream);
 }
 
 extern "C" int tileoverlap_send_scalars(const TileOverlapScalars* arguments, cudaStream_t stream) {

@@ -11,12 +11,12 @@
 extern "C" {
 
 // A run of rows that go to one peer.
-struct TileOverlapSegment {
+struct alignas(16) TileOverlapSegment {
     int row, rows;    // where they lie in the GEMM's result
     int peer;         // place in the group
     int peer_row;     // where they go in the peer's receive buffer
     int band, bands;  // whose ready signals they wait for
-    int first_part;   // how many parts of TILEOVERLAP_PART bytes the segments before it have
+    int first_part;   // how many parts the segments before it have, each of rows_of_part rows
     int unused;
 };
 
@@ -27,8 +27,8 @@ struct TileOverlapSumRun {
     int peer_row;
 };
 
-enum { TILEOVERLAP_PART = 8192, TILEOVERLAP_MAX_PEERS = 128, TILEOVERLAP_MAX_PANELS = 16 };
-enum TileOverlapErrand { NOTHING = 0, RETURN_ROWS = 1, RETURN_SUMS = 2 };
+enum { TILEOVERLAP_MAX_PEERS = 128, TILEOVERLAP_MAX_PANELS = 16 };
+enum TileOverlapErrand { NOTHING = 0, RETURN_ROWS = 1, RETURN_SUMS = 2, SEND_ROWS = 3 };
 
 struct TileOverlapCourier {
     int errand;                          // a TileOverlapErrand
@@ -41,10 +41,11 @@ struct TileOverlapCourier {
     const uint32_t* signals;             // [bands, signals_per_band], see TileOverlapGemm
     int signals_per_band;
     // RETURN_SUMS: the sum of the rows that a line of the index names, panel of columns by panel.
+    // SEND_ROWS: the row that a line names, which is there already.
     const int* index;                    // [.., num_choices] rows, -1: none
-    int num_choices;                     // at most 32
+    int num_choices;                     // at most 32; of SEND_ROWS 1
     const TileOverlapSumRun* runs;       // [num_peers - 1]
-    const uint32_t* panel_left;          // see TileOverlapGemm; null: nothing to wait for
+    const uint32_t* panel_left;          // see TileOverlapGemm
     int num_panels, panel_bytes;
     // The peers.
     void* const* peer_buffers;           // [num_peers] where each peer receives
@@ -109,6 +110,117 @@ public:
 private:
     int* claimed;
     int num_parts, num_warps, lane, next = 0;
+};
+
+// Shared memory of one warp: pieces of rows are loaded into one half while those in the other one are worked on.
+template <int HALF>
+struct CourierMemory {
+    static constexpr int HALF_BYTES = HALF;
+    alignas(128) uint8_t halves[2][HALF];
+    uint64_t loaded[2];
+    // What the first lane has to know of a piece later.
+    struct Note { int64_t place; int bytes, band; } notes[4];
+};
+
+// A warp's way to use it. The bulk copy engine loads: every instruction of a warp alone takes as long as many bytes travel,
+// so pieces are large and lanes load their shares of one at once. All lanes call all of it.
+template <typename Memory>
+class Pieces {
+public:
+    using Note = typename Memory::Note;
+    static constexpr int HALF = Memory::HALF_BYTES;
+
+    __device__ explicit Pieces(Memory& memory) : memory(memory) {
+        if (threadIdx.x % 32 == 0) {
+            for (int i = 0; i < 2; i++) barrier_init(&memory.loaded[i], 1);
+            barrier_init_fence();
+        }
+        __syncwarp();
+    }
+
+    // Begun and not taken, at most two.
+    __device__ int size() const { return begun - taken; }
+    __device__ int num_taken() const { return taken; }  // of all
+    __device__ const Note& note_of(int piece) const { return memory.notes[piece % 4]; }
+
+    // The next piece, of so many bytes. Addresses and shares are multiples of 16 bytes; a lane may have none.
+    __device__ void load(const Note& note, const void* from, int to_byte, int share) {
+        int half = begun++ % 2;
+        if (threadIdx.x % 32 == 0) {
+            memory.notes[(begun - 1) % 4] = note;
+            barrier_expect(&memory.loaded[half], note.bytes);
+        }
+        __syncwarp();
+        if (share > 0) bulk_load(memory.halves[half] + to_byte, from, share, &memory.loaded[half]);
+    }
+
+    // Waits for the oldest piece.
+    __device__ uint8_t* front() {
+        barrier_wait(&memory.loaded[taken % 2], taken / 2 % 2);
+        return memory.halves[taken % 2];
+    }
+    // No lane reads the oldest piece any more.
+    __device__ void pop() {
+        __syncwarp();
+        taken++;
+    }
+
+private:
+    Memory& memory;
+    int begun = 0, taken = 0;
+};
+
+// What a warp claims at once: about 8 KB, and no more rows than lanes.
+__device__ inline int rows_of_part(int row_bytes) { return min(max(8192 / row_bytes, 1), 32); }
+
+// Some whole rows of a segment.
+struct Part {
+    int row, rows, peer, peer_row;  // no rows: there is no part
+    int segment, band, bands;
+};
+
+// Parts of segments, which several warps share. Each is looked up while the one before is carried, as a look costs the way
+// to memory; all lanes take part.
+class Parts {
+public:
+    __device__ Parts(const TileOverlapSegment* segments, int num_segments, int row_bytes, int* claimed, int num_warps)
+        : segments(segments), num_segments(num_segments), rows_each(rows_of_part(row_bytes)),
+          claims(claimed, segments[num_segments].first_part, num_warps), lane(threadIdx.x % 32) {
+        look_for_next();
+    }
+
+    // The next part for this warp; not called again after there was none.
+    __device__ Part next() {
+        if (part < 0) return Part{};
+        int passed;
+        while ((passed = __popc(__ballot_sync(~0u, candidate.first_part <= part))) == 32) {
+            current += 31;
+            look();
+        }
+        current += passed - 1;
+        auto chosen = [&](int value) { return __shfl_sync(~0u, value, passed - 1); };
+        int first = (part - chosen(candidate.first_part)) * rows_each;
+        Part found = {chosen(candidate.row) + first,      min(chosen(candidate.rows) - first, rows_each),
+                      chosen(candidate.peer),             chosen(candidate.peer_row) + first,
+                      current, chosen(candidate.band), chosen(candidate.bands)};
+        look_for_next();
+        return found;
+    }
+
+private:
+    __device__ void look_for_next() {
+        part = claims.claim();
+        if (part >= 0) look();
+    }
+    // Every lane at another segment, from the last one that was found.
+    __device__ void look() { candidate = segments[min(current + lane, num_segments)]; }
+
+    const TileOverlapSegment* segments;
+    const int num_segments, rows_each;
+    Claims claims;
+    const int lane;
+    int part, current = 0;
+    TileOverlapSegment candidate;
 };
 
 // One warp's state: which peer it writes to, and what it has not announced there yet.
@@ -179,26 +291,22 @@ __device__ __forceinline__ void copy_row(const char* from, char* to, int from_by
 
 __device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int num_warps) {
     Courier courier(args);
-    Claims claims(args.claimed, args.segments[*args.num_segments].first_part, num_warps);
-    int current = 0, ready = -1;
-    for (int part; (part = claims.claim()) >= 0;) {
-        while (part >= args.segments[current + 1].first_part) current++;
-        TileOverlapSegment segment = args.segments[current];
-        if (ready != current && courier.in_time) {
-            const uint32_t* signals = args.signals + static_cast<size_t>(segment.band) * args.signals_per_band;
-            for (int i = courier.lane; i < segment.bands * args.signals_per_band; i += 32)
+    Parts parts(args.segments, *args.num_segments, args.row_bytes, args.claimed, num_warps);
+    int ready = -1;
+    for (Part part; (part = parts.next()).rows;) {
+        if (ready != part.segment && courier.in_time) {
+            const uint32_t* signals = args.signals + static_cast<size_t>(part.band) * args.signals_per_band;
+            for (int i = courier.lane; i < part.bands * args.signals_per_band; i += 32)
                 if (!wait_until([&] { return reached(read_signal(signals + i), courier.epoch); }, args.failure,
                                 args.limit_ns)) {
-                    courier.fail(TILE_READY, segment.band + i / args.signals_per_band, courier.epoch, read_signal(signals + i));
+                    courier.fail(TILE_READY, part.band + i / args.signals_per_band, courier.epoch, read_signal(signals + i));
                     break;
                 }
-            ready = current;
+            ready = part.segment;
         }
-        int64_t start = static_cast<int64_t>(part - segment.first_part) * TILEOVERLAP_PART;
-        int bytes = static_cast<int>(
-            min(static_cast<int64_t>(segment.rows) * args.row_bytes - start, static_cast<int64_t>(TILEOVERLAP_PART)));
-        char* to = courier.to(segment.peer, segment.peer_row) + start;
-        const char* from = static_cast<const char*>(args.rows) + static_cast<int64_t>(segment.row) * args.row_bytes + start;
+        int bytes = part.rows * args.row_bytes;
+        char* to = courier.to(part.peer, part.peer_row);
+        const char* from = static_cast<const char*>(args.rows) + static_cast<int64_t>(part.row) * args.row_bytes;
         // After a deadline the rest is claimed but not sent: the owner reports what did not come.
         courier.in_time = __all_sync(~0u, courier.in_time);
         __syncwarp();  // each lane has acquired other signals than its neighbour
@@ -206,46 +314,14 @@ __device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int 
         uint64_t began = traced_time(args.trace);
         copy_row(from, to, 0, bytes, courier.lane);
         courier.sent(bytes);
-        if (courier.lane == 0) record(args.trace, SENT, current, -1, segment.peer, began);
+        if (courier.lane == 0) record(args.trace, SENT, part.segment, -1, part.peer, began);
     }
     courier.announce();
 }
 
-// The sum of up to 32 rows, of which lane i names the i-th (-1: none), over some bytes of each: in order, in float32.
-// VECTORS * ROWS 16-byte loads of each lane are on their way at once.
-template <typename T, int VECTORS, int ROWS>
-__device__ __forceinline__ void sum_named_rows(const char* rows, int64_t row_bytes, int named_row, char* to,
-                                               int from_byte, int to_byte, int lane) {
-    uint32_t all_named = __ballot_sync(~0u, named_row >= 0);
-    for (int at = from_byte + lane * 16; at - lane * 16 < to_byte; at += 512 * VECTORS) {
-        float sums[VECTORS][8] = {};
-        for (uint32_t named = all_named; named;) {
-            uint4 values[ROWS][VECTORS];
-#pragma unroll
-            for (int j = 0; j < ROWS; j++) {
-                int row = named ? __shfl_sync(~0u, named_row, __ffs(named) - 1) : -1;
-                named &= named - 1;
-                const char* from = rows + row * row_bytes + at;
-#pragma unroll
-                for (int v = 0; v < VECTORS; v++) {
-                    values[j][v] = make_uint4(0, 0, 0, 0);
-                    if (row >= 0 && at + v * 512 < to_byte)
-                        values[j][v] = __ldcg(reinterpret_cast<const uint4*>(from + v * 512));
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < ROWS; j++)
-#pragma unroll
-                for (int v = 0; v < VECTORS; v++) add_8<T>(sums[v], values[j][v]);
-        }
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++)
-            if (at + v * 512 < to_byte) *reinterpret_cast<uint4*>(to + at + v * 512) = pack_8<T>(sums[v]);
-    }
-}
-
+// A line of an index: the rows that it names, of which this lane has one (-1: none), and where their sum goes.
 struct SumLine {
-    int named_row, peer, peer_row;  // named_row: this lane's; peer: -1 past the end
+    int named_row, peer, peer_row;  // peer: -1 past the end
 };
 
 __device__ __forceinline__ SumLine sum_line(const TileOverlapCourier& args, int line, int lane) {
@@ -256,56 +332,187 @@ __device__ __forceinline__ SumLine sum_line(const TileOverlapCourier& args, int 
     return {lane < args.num_choices ? __ldg(named + lane) : -1, args.runs[run].peer, args.runs[run].peer_row + line};
 }
 
-template <typename T, bool COPIES>
-__device__ __forceinline__ void carry_sum(const TileOverlapCourier& args, Courier& courier, SumLine line, int from_byte,
-                                          int to_byte) {
-    if (line.peer < 0) return;
-    char* to = courier.to(line.peer, line.peer_row);
-    courier.in_time = __all_sync(~0u, courier.in_time);
-    if (!courier.in_time || to_byte <= from_byte) return;
-    const char* rows = static_cast<const char*>(args.rows);
-    if constexpr (COPIES)
-        copy_row(rows + static_cast<int64_t>(__shfl_sync(~0u, line.named_row, 0)) * args.row_bytes, to, from_byte, to_byte,
-                 courier.lane);
-    else
-        sum_named_rows<T, 2, 4>(rows, args.row_bytes, line.named_row, to, from_byte, to_byte, courier.lane);
-    courier.sent(to_byte - from_byte);
+// Two lines, over one panel of columns.
+struct SumTask {
+    SumLine one, other;
+    int first_line, panel;  // panel: -1 if there is no task
+
+    __device__ int from_byte(const TileOverlapCourier& args) const { return panel * args.panel_bytes; }
+    __device__ int to_byte(const TileOverlapCourier& args) const {
+        return min(from_byte(args) + args.panel_bytes, args.row_bytes);
+    }
+};
+
+__device__ inline int num_lines(const TileOverlapCourier& args) {
+    int lines = 0;
+    for (int i = 0; i + 1 < args.num_peers; i++) lines += args.runs[i].lines;
+    return lines;
 }
 
-// COPIES: every sum has one row.
-template <typename T, bool COPIES>
-__device__ __forceinline__ void return_sums(const TileOverlapCourier& args, int num_warps) {
-    Courier courier(args);
-    int num_lines = 0, ready = -1;
-    for (int i = 0; i + 1 < args.num_peers; i++) num_lines += args.runs[i].lines;
-    int blocks = (num_lines + 1) / 2;  // lines go in twos
-    Claims claims(args.claimed, blocks * args.num_panels, num_warps);
-    for (int part; (part = claims.claim()) >= 0;) {
-        int panel = part / blocks, first = part % blocks * 2;
-        // These lines of the index come while the panel is waited for.
-        SumLine one = sum_line(args, first, courier.lane), other = sum_line(args, first + 1, courier.lane);
-        if (panel != ready && args.panel_left != nullptr && courier.in_time) {
-            const uint32_t* left = args.panel_left + panel;
-            // Every courier looks at the same word: not too often.
-            if (!wait_until([&] { return read_signal(left) == 0; }, args.failure, args.limit_ns, 256))
-                courier.fail(TILE_READY, panel, 0, read_signal(left));
-            ready = panel;
+__device__ __forceinline__ SumTask sum_task(const TileOverlapCourier& args, int part, int parts_each_panel, int lane) {
+    if (part < 0) return {{-1, -1, 0}, {-1, -1, 0}, 0, -1};
+    int first = part % parts_each_panel * 2;
+    return {sum_line(args, first, lane), sum_line(args, first + 1, lane), first, part / parts_each_panel};
+}
+
+// The way through the rows of a task: line by line, then COLUMNS bytes after others, then MOST_ROWS of the rows that the
+// line names.
+template <int COLUMNS, int MOST_ROWS>
+class TaskRows {
+public:
+    __device__ TaskRows(const TileOverlapCourier& args, const SumTask& task)
+        : named(task.one.named_row), named_next(task.other.named_row), from_byte(task.from_byte(args)),
+          to_byte(task.to_byte(args)), at(to_byte) {
+        next_columns();
+    }
+
+    __device__ bool is_empty() const { return lines_left < 0; }
+
+    template <typename Memory>
+    __device__ void load_next(const TileOverlapCourier& args, Pieces<Memory>& pieces) {
+        int lane = threadIdx.x % 32, bytes = min(to_byte - at, COLUMNS), place = __popc(left & ((1u << lane) - 1));
+        bool is_mine = (left >> lane & 1) && place < MOST_ROWS;
+        pieces.load({0, min(__popc(left), MOST_ROWS) * bytes, -1},
+                    static_cast<const char*>(args.rows) + static_cast<int64_t>(named) * args.row_bytes + at, place * bytes,
+                    is_mine ? bytes : 0);
+        left &= ~__ballot_sync(~0u, is_mine);
+        if (!left) next_columns();
+    }
+
+private:
+    __device__ void next_columns() {
+        at += COLUMNS;
+        while (at >= to_byte && --lines_left >= 0) {
+            if (lines_left == 0) named = named_next;
+            all = __ballot_sync(~0u, named >= 0);
+            at = all ? from_byte : to_byte;
         }
-        int from_byte = panel * args.panel_bytes, to_byte = min(from_byte + args.panel_bytes, args.row_bytes);
+        left = all;
+    }
+
+    int named, named_next, from_byte, to_byte;
+    int lines_left = 2, at;
+    uint32_t all = 0, left = 0;  // the lanes whose rows the line names; those of these columns that are still to come
+};
+
+// Rows that need not be waited for, to every peer that one is for: lines that name one row each.
+__device__ __forceinline__ void send_rows(const TileOverlapCourier& args, int num_warps) {
+    Courier courier(args);
+    Claims claims(args.claimed, (num_lines(args) + 1) / 2, num_warps);
+    auto send = [&](const SumLine& line) {
+        if (line.peer < 0) return;
+        char* to = courier.to(line.peer, line.peer_row);
+        courier.in_time = __all_sync(~0u, courier.in_time);
+        if (!courier.in_time) return;
+        int row = __shfl_sync(~0u, line.named_row, 0);
+        copy_row(static_cast<const char*>(args.rows) + static_cast<int64_t>(row) * args.row_bytes, to, 0, args.row_bytes,
+                 courier.lane);
+        courier.sent(args.row_bytes);
+    };
+    for (int part; (part = claims.claim()) >= 0;) {
+        SumLine one = sum_line(args, 2 * part, courier.lane), other = sum_line(args, 2 * part + 1, courier.lane);
         uint64_t began = traced_time(args.trace);
-        carry_sum<T, COPIES>(args, courier, one, from_byte, to_byte);
-        carry_sum<T, COPIES>(args, courier, other, from_byte, to_byte);
-        if (courier.lane == 0 && from_byte < to_byte) record(args.trace, SENT, first, panel, one.peer, began);
+        send(one);
+        send(other);
+        if (courier.lane == 0) record(args.trace, SENT, 2 * part, 0, one.peer, began);
     }
     courier.announce();
 }
 
+// Sums in float32, in the order of the choices. While some rows are added the next ones are loaded.
+template <typename T, typename Memory>
+class Summer {
+public:
+    __device__ Summer(const TileOverlapCourier& args, Memory& memory) : courier(args), args(args), pieces(memory) {}
+
+    __device__ void run(int num_warps) {
+        int parts_each_panel = (num_lines(args) + 1) / 2, lane = courier.lane;
+        Claims claims(args.claimed, parts_each_panel * args.num_panels, num_warps);
+        SumTask task = sum_task(args, claims.claim(), parts_each_panel, lane);
+        Rows rows(args, task);
+        while (task.panel >= 0) {
+            // Its lines of the index come while this task is worked on.
+            SumTask next = sum_task(args, claims.claim(), parts_each_panel, lane);
+            wait_for_panel(task.panel);
+            bool is_of_next = false;
+            auto load_more = [&] {
+                if (rows.is_empty() && !is_of_next && next.panel == ready) {
+                    is_of_next = true;
+                    rows = Rows(args, next);
+                }
+                if (!rows.is_empty()) rows.load_next(args, pieces);
+            };
+            if (courier.in_time) {
+                for (int i = pieces.size(); i < 2; i++) load_more();
+                uint64_t began = traced_time(args.trace);
+                add_up(task.one, task, load_more);
+                add_up(task.other, task, load_more);
+                if (lane == 0 && task.from_byte(args) < task.to_byte(args))
+                    record(args.trace, SENT, task.first_line, task.panel, task.one.peer, began);
+            }
+            if (!is_of_next) rows = Rows(args, next);
+            task = next;
+        }
+        // After a deadline something may still be on its way to the memory of a CTA that ends.
+        while (pieces.size()) pieces.front(), pieces.pop();
+        courier.announce();
+    }
+
+private:
+    // Bytes of each row, and rows, in a piece.
+    static constexpr int MOST_ROWS = 8, COLUMNS = Memory::HALF_BYTES / MOST_ROWS, VECTORS = (COLUMNS + 511) / 512;
+    using Rows = TaskRows<COLUMNS, MOST_ROWS>;
+
+    __device__ void wait_for_panel(int panel) {
+        if (panel == ready || !courier.in_time) return;
+        const uint32_t* left = args.panel_left + panel;
+        // Every courier looks at the same word: not too often.
+        if (!wait_until([&] { return read_signal(left) == 0; }, args.failure, args.limit_ns, 256))
+            courier.fail(TILE_READY, panel, 0, read_signal(left));
+        fence_async_global();  // the bulk copy engine reads what the GEMM wrote
+        courier.in_time = __all_sync(~0u, courier.in_time);
+        ready = panel;
+    }
+
+    template <typename LoadMore>
+    __device__ void add_up(const SumLine& line, const SumTask& task, LoadMore load_more) {
+        int from_byte = task.from_byte(args), to_byte = task.to_byte(args);
+        if (line.peer < 0 || to_byte <= from_byte) return;
+        char* to = courier.to(line.peer, line.peer_row);
+        courier.in_time = __all_sync(~0u, courier.in_time);
+        if (!courier.in_time) return;
+        int num_rows = __popc(__ballot_sync(~0u, line.named_row >= 0)), own = courier.lane * 16;
+        for (int at = from_byte; at < to_byte; at += COLUMNS) {
+            float sums[VECTORS][8] = {};
+            int bytes = min(to_byte - at, COLUMNS);
+            for (int rows_left = num_rows; rows_left > 0; rows_left -= MOST_ROWS) {
+                const uint8_t* piece = pieces.front() + own;
+                for (int i = min(rows_left, MOST_ROWS); i > 0; i--, piece += bytes)
+#pragma unroll
+                    for (int v = 0; v < VECTORS; v++)
+                        if (v * 512 + own < bytes) add_8<T>(sums[v], load_shared_16<uint4>(piece + v * 512));
+                pieces.pop();
+                load_more();
+            }
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+                if (v * 512 + own < bytes) *reinterpret_cast<uint4*>(to + at + own + v * 512) = pack_8<T>(sums[v]);
+        }
+        courier.sent(to_byte - from_byte);
+    }
+
+    Courier courier;
+    const TileOverlapCourier& args;
+    Pieces<Memory> pieces;
+    int ready = -1;
+};
+
 // Runs one warp's share of the errand.
-template <typename T>
-__device__ __forceinline__ void run_courier(const TileOverlapCourier& args, int num_warps) {
+template <typename T, typename Memory>
+__device__ __forceinline__ void run_courier(const TileOverlapCourier& args, int num_warps, Memory& memory) {
+    if (args.errand == SEND_ROWS) send_rows(args, num_warps);
     if (args.errand == RETURN_ROWS) return_rows(args, num_warps);
-    if (args.errand == RETURN_SUMS && args.num_choices > 1) return_sums<T, false>(args, num_warps);
-    if (args.errand == RETURN_SUMS && args.num_choices == 1) return_sums<T, true>(args, num_warps);
+    if (args.errand == RETURN_SUMS) Summer<T, Memory>(args, memory).run(num_warps);
 }
 
 }  // namespace tileoverlap

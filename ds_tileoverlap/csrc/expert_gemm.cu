@@ -26,7 +26,8 @@ constexpr int REGISTERS = 104, MATH_REGISTERS = 200;
 static_assert(REGISTERS + 2 * MATH_REGISTERS <= 3 * (65536 / THREADS / 8 * 8));
 constexpr int LOADER = 0, CLERK = 1, NUM_COURIERS = 2;  // warps of the first warpgroup; the rest are couriers
 constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
+using Memory = CourierMemory<8192>;  // of each courier
+constexpr int SHARED_BYTES = 1024 + STAGES * STAGE_BYTES + NUM_COURIERS * sizeof(Memory);
 // Warps that read the queue: the loader, the clerk and eight math warps in each CTA.
 constexpr int QUEUE_READERS = 2 * 10;
 
@@ -67,7 +68,7 @@ struct QueueReader {
 
     __device__ __forceinline__ int4 read(Shared& shared) {
         barrier_wait(&shared.item_full[ring.slot], ring.parity);
-        return load_shared_16(&shared.items[ring.slot]);
+        return load_shared_16<int4>(&shared.items[ring.slot]);
     }
     // The slot may be used again once every reader has said so; one thread of the warp calls this.
     __device__ __forceinline__ void release(Shared& shared) { barrier_arrive_in_cta(&shared.item_empty[ring.slot], 0); }
@@ -308,8 +309,9 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
                 keep_books<GATED>(shared, scheduler, signals, panel_left, panel_tiles, signals ? *epoch : 0, n, trace,
                                   rank);
         } else {
-            run_courier<T>(courier, gridDim.x * NUM_COURIERS);
-            place_arrivals(arrivals, gridDim.x * NUM_COURIERS);
+            Memory& memory = reinterpret_cast<Memory*>(stages + STAGES * STAGE_BYTES)[warp - (CLERK + 1)];
+            run_courier<T>(courier, gridDim.x * NUM_COURIERS, memory);
+            place_arrivals(arrivals, gridDim.x * NUM_COURIERS, memory);
         }
         __syncwarp();
     } else {

@@ -110,9 +110,9 @@ inline TileOverlapCourier courier_of(const Exchange& all, const Channel& channel
 inline TileOverlapCourier token_courier(const Exchange& all, const Channel& channel, const TileOverlapTiling& tiling,
                                         const Projection& project) {
     TileOverlapCourier courier = courier_of(all, channel, tiling);
-    courier.errand = RETURN_SUMS, courier.trace = project.trace;
+    courier.errand = SEND_ROWS, courier.trace = project.trace;
     courier.rows = project.tokens, courier.index = project.sent_tokens, courier.num_choices = 1;
-    courier.runs = tiling.send_runs, courier.num_panels = 1, courier.panel_bytes = tiling.row_bytes;
+    courier.runs = tiling.send_runs;
     return courier;
 }
 
@@ -210,7 +210,7 @@ inline int run_couriers_home(const Exchange& all, const Channel& returns, const 
 inline int sum_returned(const Exchange& all, const Channel& returns, const TileOverlapSum& given, cudaStream_t stream) {
     TileOverlapSum sum = given;
     set_receiving(sum, all, returns);
-    SAME(sum, all, num_choices), SAME(sum, all, num_tokens), SAME(sum, all, num_sms);
+    SAME(sum, all, num_choices), SAME(sum, all, num_sms);
     sum.num_peers = all.num_ranks;
     return tileoverlap_sum(&sum, stream);
 }

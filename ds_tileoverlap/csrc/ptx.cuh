@@ -107,13 +107,36 @@ __device__ __forceinline__ void load_box_to_both(void* to, const CUtensorMap* ma
         : "memory");
 }
 
+// Bytes are a multiple of 16, as the addresses are.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes) {
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;" ::"l"(to),
+        "r"(shared_address(from)), "r"(bytes)
+        : "memory");
+}
+// Until the memory that this thread's bulk stores read may be used again.
+__device__ __forceinline__ void bulk_stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until all but the last so many of this thread's bulk stores are in place.
+template <int PENDING>
+__device__ __forceinline__ void bulk_stores_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Before a tensor map that lies in global memory is used by a CTA.
 __device__ __forceinline__ void acquire_map(const CUtensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ int4 load_shared_16(const void* pointer) {
-    int4 value;
+template <typename Vector>
+__device__ __forceinline__ Vector load_shared_16(const void* pointer) {
+    Vector value;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "r"(shared_address(pointer))

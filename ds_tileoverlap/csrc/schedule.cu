@@ -179,9 +179,8 @@ __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ Tile
         return send;
     };
     auto rows_until = [](const Send& send, int band) { return min(max(band * BAND - send.in_band, 0), send.rows); };
-    auto parts_of = [&](int rows) {
-        return static_cast<int>((static_cast<size_t>(rows) * tiling.row_bytes + TILEOVERLAP_PART - 1) / TILEOVERLAP_PART);
-    };
+    int rows_each = rows_of_part(tiling.row_bytes);
+    auto parts_of = [&](int rows) { return (rows + rows_each - 1) / rows_each; };
     for (int i = threadIdx.x; i < num_sends; i += THREADS) {
         Send send = send_of(i);
         int parts = 0, segments = (send.bands + send.bands_each - 1) / send.bands_each;

@@ -83,13 +83,13 @@ class StagesWithSegments(Stages):
     """The stages with one more kind of arm: rows that return in segments of other sizes."""
 
     def return_only_arms(self, operand: Operand, rows: torch.Tensor, comm_sms: tuple[int, ...]) -> dict[str, Callable]:
-        arms, plan = super().return_only_arms(operand, rows, comm_sms), self.plan_of("rows")
-        config = TileOverlapConfig(combine="rows")
+        arms, config = super().return_only_arms(operand, rows, comm_sms), TileOverlapConfig(combine="rows")
         for num_bytes in SEGMENTS_BYTES:
-            returns = choose_returns(config, plan.tally, self.width * 2, num_bytes)
-            its_plan, run = plan.but(slots=plan.slots[:1], returns=returns), self.run_of(plan, operand.width, returns)
+            plan = self.plan_of("rows")
+            plan = plan.but(slots=plan.slots[:1], returns=choose_returns(config, plan.tally, self.width * 2, num_bytes))
+            run = self.run_of(plan, operand.width, plan.returns)
             arms[f"segments {num_bytes}"] = partial(
-                overlap_stages.return_while_computed, [(rows, operand)], its_plan, run, nullcontext, "combine"
+                overlap_stages.return_while_computed, [(rows, operand)], plan, run, nullcontext, "combine"
             )
         return arms
 

@@ -16,9 +16,11 @@ constexpr int TILE_N = 256, BAND = 128, COURIERS = 4;
 template <typename T>
 void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals) {
     auto couriers = [&] {
-        emulation::launch("couriers", COURIERS / 4, 128, 0, [&] {
-            run_courier<T>(courier, COURIERS);
-            place_arrivals(arrivals, COURIERS);
+        using Memory = CourierMemory<1024>;
+        emulation::launch("couriers", COURIERS / 4, 128, 4 * sizeof(Memory), [&] {
+            Memory& memory = emulation::dynamic<Memory>()[threadIdx.x / 32];
+            run_courier<T>(courier, COURIERS, memory);
+            place_arrivals(arrivals, COURIERS, memory);
         });
     };
     emulation::delay("expert_gemm");

@@ -32,6 +32,17 @@ uint32_t pack(float low, float high, T) {
 
 inline int sm_index() { return blockIdx.x; }
 inline void fence_async_global() {}
-inline void prefetch(const void*) {}
+// A bulk copy is done when it is begun; all lanes of a warp wait for those of all.
+inline void barrier_init(uint64_t*, uint32_t) {}
+inline void barrier_init_fence() {}
+inline void barrier_expect(uint64_t*, uint32_t) {}
+inline void barrier_wait(uint64_t*, uint32_t) { __syncwarp(); }
+template <typename Vector>
+Vector load_shared_16(const void* pointer) { return *static_cast<const Vector*>(pointer); }
+inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t*) { std::memcpy(to, from, bytes); }
+inline void bulk_store(void* to, const void* from, uint32_t bytes) { std::memcpy(to, from, bytes); }
+inline void bulk_stores_wait_read() {}
+template <int PENDING>
+void bulk_stores_wait() {}
 
 }  // namespace tileoverlap
