@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
-from .launch import launch
+from ..ranks import running
 from .options import PURPOSES, STAGES, START_LIMIT_S, add_options, check, record_path, whole, words
 from .records import RecordError, read
 from .report import BEGIN, END, figures, results, with_results
 from .shapes import Sizes, UsageError
+
+WORKER = f"{__package__}.worker"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
     paths = [record_path(kind, out, shape) for shape in shapes]
     before = [_written(path) for path in paths]
     limit_s = START_LIMIT_S + arguments.limit * len(shapes)
-    passed = launch([kind, *words(kind, arguments)], ranks, limit_s, to_stderr=arguments.json)
+    passed = _passed([kind, *words(kind, arguments)], ranks, limit_s, to_stderr=arguments.json)
     written = [path for path, then in zip(paths, before) if _written(path) != then]
     if arguments.json:
         print(json.dumps(_summary(kind, ranks, passed, shapes, written), indent=2))
@@ -62,6 +64,16 @@ def _ranks(arguments: argparse.Namespace) -> int:
     if not gpus and arguments.kind == STAGES:
         raise UsageError("bench run stages: got no GPU, expected Hopper GPUs, one a rank")
     return ranks
+
+
+def _passed(options: list[str], ranks: int, limit_s: float, to_stderr: bool) -> bool:
+    """Whether all ranks of ``worker.py`` ended well; they print where this process does, or all to stderr."""
+    try:
+        with running(ranks, WORKER, *options, limit_s=limit_s, stdout=2 if to_stderr else None) as launcher:
+            return launcher.wait() == 0
+    except TimeoutError as error:
+        print(f"ds-tileoverlap: {error}", file=sys.stderr)
+        return False
 
 
 def _written(path: Path) -> int | None:
