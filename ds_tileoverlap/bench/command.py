@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from ..arguments import at_least_one
 from ..ranks import running
-from .options import PURPOSES, STAGES, START_LIMIT_S, add_options, check, record_path, whole, words
+from .options import PURPOSES, STAGES, START_LIMIT_S, add_options, check, record_path, words
 from .records import RecordError, read
 from .report import BEGIN, END, figures, results, with_results
 from .shapes import Sizes, UsageError
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind, purpose in PURPOSES.items():
         each = kinds.add_parser(kind, help=purpose, description=purpose)
         add_options(each, kind)
-        each.add_argument("--ranks", type=whole, help="default: a rank for each GPU, or two on the CPU")
+        each.add_argument("--ranks", type=at_least_one, help="default: a rank for each GPU, or two on the CPU")
         each.add_argument("--json", action="store_true", help="print one JSON object; what ranks say goes to stderr")
         each.set_defaults(run=_run, kind=kind)
 

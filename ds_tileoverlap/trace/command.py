@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
+from ..arguments import shape, whole
 from ..config import BLOCK, parse
-from ..planning.command import _shape as shape
-from ..planning.command import _whole as whole
 from ..planning.routing import Shape
 from ..ranks import running
 from . import perfetto, report
