@@ -26,7 +26,7 @@ import torch
 
 from . import versions
 from .config import BLOCK, ConfigError, parse
-from .ranks import command_of
+from .ranks import running
 
 OK, NO, FAULT = "ok", "no", "fault"
 EXCHANGE_LIMIT_S = 300.0
@@ -183,18 +183,17 @@ def _ds_config(path: Path) -> Check:
 
 
 def _exchange() -> Check:
-    began = time.monotonic()
+    began, pipes = time.monotonic(), dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        done = subprocess.run(
-            command_of(2, __name__), capture_output=True, text=True, timeout=EXCHANGE_LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
+        with running(2, __name__, limit_s=EXCHANGE_LIMIT_S, **pipes) as launcher:
+            out, err = launcher.communicate()
+    except TimeoutError:
         return Check(
             "exchange", FAULT, f"two ranks did not train one step of a small layer in {EXCHANGE_LIMIT_S:.0f} s"
         )
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not answers:
-        return Check("exchange", FAULT, f"two ranks failed: {last_words(done.stderr)}")
+    answers = [line for line in out.splitlines() if line.startswith("{")]
+    if launcher.returncode or not answers:
+        return Check("exchange", FAULT, f"two ranks failed: {last_words(err)}")
     answer = json.loads(answers[-1])
     detail = (
         f"two ranks on {answer['device']}, backend {answer['backend']}: forward and backward as the reference's "

@@ -16,7 +16,9 @@ class WeightMaps:
         """Zeros at first, and the same memory at every call: its tables are made once. Dtype and device of ``like``."""
         key = (name, shape, like.dtype, like.device)
         if key not in self._rooms:
-            self._rooms[key] = like.new_zeros(shape)
+            # An inference may be the first to need it; training could not write into a tensor made by that.
+            with torch.inference_mode(False):
+                self._rooms[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
         return self._rooms[key]
 
     def of(self, op, name: str, stack, dtype: torch.dtype, transposed: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from launched import ROOT, run
 
 from ds_tileoverlap import cli
-from ds_tileoverlap.bench import command, launch, options, records
+from ds_tileoverlap.bench import command, options, records
 from ds_tileoverlap.bench.shapes import LayerShape, StageShape, UsageError, read_shapes
 
 TINY = ROOT / "configs" / "benchmark_tiny.yaml"
@@ -84,7 +84,7 @@ sys.exit(worker.main(sys.argv[1:]))
 def test_no_time_on_a_red_gate(on_cpu, tmp_path, monkeypatch, capfd, kind, name, times):
     (tmp_path / "broken_worker.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    monkeypatch.setattr(launch, "WORKER", "broken_worker")
+    monkeypatch.setattr(command, "WORKER", "broken_worker")
     out = tmp_path / "out"
     assert bench_run(kind, out, "--arms", "stock,ours", "--samples", 1) == 1
     assert "equality gate FAILED, nothing timed" in capfd.readouterr().out
@@ -104,8 +104,9 @@ def test_a_shape_that_takes_too_long(on_cpu, tmp_path, capfd):
 def test_ranks_that_do_not_end(on_cpu, tmp_path, monkeypatch, capfd):
     (tmp_path / "asleep.py").write_text("import time; print('asleep', flush=True); time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    monkeypatch.setattr(launch, "WORKER", "asleep")
-    assert launch.launch([], 1, 8.0, to_stderr=False) is False
+    monkeypatch.setattr(command, "WORKER", "asleep")
+    monkeypatch.setattr(command, "START_LIMIT_S", 7)
+    assert bench_run("layer", tmp_path / "out", "--ranks", 1, "--limit", 1) == 1
     out, err = capfd.readouterr()
     assert "asleep" in out and "1 ranks did not end in 8 s" in err
 
@@ -140,7 +141,7 @@ USAGE = {
 
 @pytest.mark.parametrize("more,words", USAGE.values(), ids=USAGE)
 def test_wrong_usage(on_cpu, tmp_path, monkeypatch, capfd, more, words):
-    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("started ranks"))
+    monkeypatch.setattr(command, "running", lambda *_, **__: pytest.fail("started ranks"))
     try:
         code = bench_run("layer", tmp_path / "out", *more)
     except SystemExit as ended:

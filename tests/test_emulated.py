@@ -247,6 +247,27 @@ def test_layer(op, monkeypatch, size, form, k, dtype, grouped, options):
                 assert parameter.grad.any() or not mine.any()
 
 
+def _infer_and_train(rank, group, peers, layers, lengths, dtype):
+    GROUPS.local.group = group
+    with torch.inference_mode():
+        layers[rank](tokens(rank, lengths[0][rank], hidden=H, dtype=dtype))
+    return _train(rank, group, peers, layers, lengths, dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inference_before_training(op, monkeypatch, form):
+    """What a layer keeps from an inference is of use in training."""
+    monkeypatch.setattr(overlap_group, "group_of", lambda *_: GROUPS.by_thread())
+    full = fill(stock(FORMS[form](), num_experts=E, hidden=H, k=2), std=0.1).bfloat16()
+    results = []
+    for function in (_train, _infer_and_train):
+        pools = ThreadPools(2, op)
+        layers = [layer_of(rank, pools.peers[rank], full, {}, True) for rank in range(2)]
+        results.append(pools.run(function, layers, [(40, 30)], torch.bfloat16))
+    for (expected,), (got,) in zip(*results, strict=True):
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
 def _deep(rank, group, peers, layers, steps, delays):
     """Several layers on one pool, forward and backward, with kernels that start late: name -> ms."""
     hold_up(group.op, delays, seed=rank + 1)

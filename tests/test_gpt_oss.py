@@ -6,6 +6,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm
+from test_gpu import relative_errors
 from torch import nn
 
 from ds_tileoverlap import gpt_oss
@@ -18,20 +19,22 @@ STEPS, LR = 10, 0.1
 LIMIT = 0.05
 
 
-def model_of(seed=0):
+SMALL = dict(
+    num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=24,
+    vocab_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def model_of(seed=0, limit=LIMIT, bias_std=0.02, **sizes):
     """A tiny GPT-OSS, the same on every call and rank, whose biases are not zero."""
-    config = transformers.GptOssConfig(
-        num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, hidden_size=32, intermediate_size=24,
-        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-    )  # fmt: skip
     torch.manual_seed(seed)
-    model = transformers.GptOssForCausalLM(config).float()
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**SMALL, **sizes})).float()
     for module in model.modules():
         if isinstance(module, gpt_oss.GptOssExperts):
-            module.limit = LIMIT
+            module.limit = limit
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=bias_std if name.endswith("bias") else 0.02)
     return model
 
 
@@ -39,12 +42,13 @@ SGD = {"type": "SGD", "params": {"lr": LR}}
 ADAM = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
 
 
-def engine_of(model, ep_size, backend="auto", zero=0, algorithm=SGD, **options):
+def engine_of(model, ep_size, backend="auto", zero=0, algorithm=SGD, bf16=False, **options):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": algorithm,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": zero},
+        "bf16": {"enabled": bf16},
         "gradient_clipping": 0.0,
         "expert_parallel": {"enabled": True, "autoep_size": ep_size},
         "steps_per_print": 10**9,
@@ -55,14 +59,14 @@ def engine_of(model, ep_size, backend="auto", zero=0, algorithm=SGD, **options):
     return engine
 
 
-def batch(step, rank=None):
+def batch(step, rank=None, length=12):
     rank = comm.get_rank() if rank is None else rank
-    return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def plain_loss(model, step):
+def plain_loss(model, step, length=12):
     """What the engine's ranks average."""
-    ids = [batch(step, rank) for rank in range(comm.get_world_size())]
+    ids = [batch(step, rank, length).to(model.device) for rank in range(comm.get_world_size())]
     return sum(model(input_ids=i, labels=i).loss for i in ids) / len(ids)
 
 
@@ -71,6 +75,15 @@ def assert_same(got, expected):
     for name, value in expected.items():
         assert got[name].shape == value.shape and got[name].dtype == value.dtype, name
         assert (got[name] - value).abs().max() <= 2e-6 + 1e-4 * value.abs().max(), name
+
+
+def of_parameters(model, of):
+    """What ``of`` makes of each parameter of a converted model, under transformers' names."""
+    found = {name: of(p) for name, p in model.named_parameters() if "deepspeed_moe" not in name}
+    for name, module in model.named_modules():
+        if isinstance(module, TileGptOssMLP):
+            found |= {f"{name}.experts.{key}": value for key, value in all_experts(module, of).items()}
+    return found
 
 
 def _gradients(ep_size, backend):
@@ -84,12 +97,7 @@ def _gradients(ep_size, backend):
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     plain_loss(plain, 0).backward()
     gradients = {name: p.grad for name, p in plain.named_parameters()}
-    got = {name: p.grad for name, p in engine.module.named_parameters() if "deepspeed_moe" not in name}
-    for name, module in engine.module.named_modules():
-        if isinstance(module, TileGptOssMLP):
-            found = all_experts(module, of=lambda p: p.grad)
-            got |= {f"{name}.experts.{key}": value for key, value in found.items()}
-    assert_same(got, gradients)
+    assert_same(of_parameters(engine.module, lambda p: p.grad), gradients)
     assert all(gradient.any() for gradient in gradients.values())
 
 
@@ -219,3 +227,178 @@ def _five_experts(mlp):
 )
 def test_what_cannot_run_is_refused(two_ranks, change, options, message):
     two_ranks(_refused, change, options, message)
+
+
+# Sizes that the overlap backend takes, and for each expert several bands of 128 rows of which the last is not full.
+WIDE = dict(hidden_size=256, intermediate_size=192, num_local_experts=8, max_position_embeddings=512)
+OF_GPT_OSS = dict(hidden_size=2880, intermediate_size=2880, num_local_experts=4)
+LENGTH, BF16_STEPS = 257, 4
+# Its first steps are signs of gradients unless eps is as large as they are: bf16 would flip those near zero, and a
+# gradient of a wrong scale would do no harm.
+ADAMW = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}
+BF16_ADAMW = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
+# What bf16 does to a result is as large, not the same, in two ways to compute it. It is therefore measured, as the
+# distance of plain transformers in bf16 from float32, and a multiple of it is allowed. Routes that nearly tie fall
+# otherwise in each way; a few of them move a result by LEAST_NOISE, whether or not they did so in the measurement, and
+# those of several steps by the root of their number times as much.
+NOISE_FACTOR, LEAST_NOISE = 3.0, 3e-2
+
+
+def wide_model(device, **sizes):
+    """A float32 model of numbers that bf16 has too, weights and buffers: an engine in bf16 begins with the same."""
+    # With this seed no gradient of experts or routers is nearly zero and so all noise.
+    model = model_of(seed=4, limit=0.5, bias_std=0.2, **{**WIDE, **sizes})
+    # The plain loop over experts, not what is fastest on the device.
+    model.set_experts_implementation("eager")
+    return model.to(device).bfloat16().float()
+
+
+def misses(got, in_bf16, exact, steps=1):
+    """The results further from float32's than bf16 explains: name -> (error, noise)."""
+    errors, noise = relative_errors(got, exact), relative_errors(in_bf16, exact)
+    least = LEAST_NOISE * steps**0.5
+    return {
+        name: (error, noise[name]) for name, error in errors.items() if error > NOISE_FACTOR * max(noise[name], least)
+    }
+
+
+def assert_told_from_nothing(in_bf16, exact, steps=1):
+    """What belongs to the MoE blocks would be missed if it were zero."""
+    missed = misses({name: torch.zeros_like(value) for name, value in exact.items()}, in_bf16, exact, steps)
+    assert not [name for name in exact if ".mlp." in name and name not in missed]
+
+
+def assert_ran_on(backend, model):
+    """Every block's last forward ran on that backend, and on no other in its place."""
+    runtimes = [module.tile_overlap for module in model.modules() if isinstance(module, TileGptOssMLP)]
+    assert all(runtime.routing is not None for runtime in runtimes)
+    assert {runtime.backend for runtime in runtimes} == {backend}
+
+
+def plain_results(model):
+    """The logits of this rank's tokens, and the gradients of what the ranks average."""
+    with torch.no_grad():
+        logits = model(input_ids=batch(0, length=LENGTH).to(model.device)).logits
+    names, parameters = zip(*model.named_parameters())
+    return {"logits": logits, **dict(zip(names, torch.autograd.grad(plain_loss(model, 0, LENGTH), parameters)))}
+
+
+def results_of(engine, backend):
+    """The same of a converted model; past the engine, which keeps gradients differently under each ZeRO stage."""
+    model, ids = engine.module, batch(0, length=LENGTH).to(engine.device)
+    # An evaluation comes first: what the layers keep of it has to do for training.
+    with torch.inference_mode():
+        logits = model(input_ids=ids).logits
+        assert_ran_on(backend, model)
+    loss, parameters = model(input_ids=ids, labels=ids).loss, list(model.parameters())
+    assert_ran_on(backend, model)
+    gradients = dict(zip(parameters, torch.autograd.grad(loss, parameters)))
+    for parameter, gradient in gradients.items():
+        gradients[parameter] = gradient.float() / comm.get_world_size()
+        # An expert's gradient is of all ranks' tokens already.
+        if getattr(parameter, "allreduce", True):
+            comm.all_reduce(gradients[parameter])
+    return {"logits": logits, **of_parameters(model, gradients.get)}
+
+
+def without(fault, model):
+    """A copy of a plain model whose experts leave something out."""
+    model = copy.deepcopy(model)
+    for experts in (module for module in model.modules() if isinstance(module, gpt_oss.GptOssExperts)):
+        if fault == "limit":
+            experts.limit = 7.0
+        else:
+            experts.get_parameter(fault).data.zero_()
+    return model
+
+
+def _bf16_gradients(device, backends, sizes):
+    plain = wide_model(device, **sizes)
+    exact, in_bf16 = plain_results(plain), plain_results(copy.deepcopy(plain).bfloat16())
+    assert_told_from_nothing(in_bf16, exact)
+    for fault in ("limit", "gate_up_proj_bias", "down_proj_bias"):
+        assert misses(plain_results(without(fault, plain)), in_bf16, exact), f"experts without {fault} would pass"
+    for backend in backends:
+        engine = engine_of(copy.deepcopy(plain), 2, backend, algorithm=BF16_ADAMW, bf16=True)
+        missed = misses(results_of(engine, backend), in_bf16, exact)
+        assert not missed, (backend, missed)
+
+
+K = [{"num_experts_per_tok": k} for k in (2, 4)]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("sizes", [*K, {**OF_GPT_OSS, **K[0]}], ids=["k2", "k4", "gpt-oss"])
+def test_bf16_gradients_are_transformers_on_gpus(two_gpus, sizes):
+    two_gpus(_bf16_gradients, "cuda", ("overlap", "sequential"), sizes)
+
+
+def test_bf16_gradients_are_transformers(two_ranks):
+    two_ranks(_bf16_gradients, "cpu", ("sequential", "reference"), K[1])
+
+
+def plain_training(model, dtype, zero):
+    """The ranks' mean losses, and the weights in ``dtype`` after steps that are taken in float32."""
+    model, masters, losses = copy.deepcopy(model).to(dtype), list(copy.deepcopy(model).parameters()), []
+    optimizer = torch.optim.AdamW(masters, **ADAMW)
+    if zero == 0:
+        # DeepSpeed's optimizer for bf16 without ZeRO begins with a step of zero gradients, which AdamW counts.
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        optimizer.step()
+    for step in range(BF16_STEPS):
+        loss = plain_loss(model, step, LENGTH)
+        for master, gradient in zip(masters, torch.autograd.grad(loss, list(model.parameters()))):
+            master.grad = gradient.float()
+        optimizer.step()
+        losses.append(loss.detach())
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), masters):
+                parameter.copy_(master)
+    return torch.stack(losses), model.state_dict()
+
+
+def training_of(engine, backend):
+    """The same of an engine; the weights on the first rank, ``None`` on the other."""
+    losses = []
+    for step in range(BF16_STEPS):
+        ids = batch(step, length=LENGTH).to(engine.device)
+        loss = engine(input_ids=ids, labels=ids).loss
+        assert_ran_on(backend, engine.module)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses).float() / comm.get_world_size()
+    comm.all_reduce(losses)
+    return losses, hf_state_dict(engine.module)
+
+
+def _trains_in_bf16(device, backends, zero, sizes):
+    plain = wide_model(device, **sizes)
+    start = plain.state_dict()
+
+    def results(losses, state):
+        """The losses and what has become of each weight."""
+        return {"losses": losses, **{name: value.to(device).float() - start[name] for name, value in state.items()}}
+
+    exact, in_bf16 = (results(*plain_training(plain, dtype, zero)) for dtype in (torch.float32, torch.bfloat16))
+    assert_told_from_nothing(in_bf16, exact, BF16_STEPS)
+    for backend in backends:
+        engine = engine_of(copy.deepcopy(plain), 2, backend, zero, BF16_ADAMW, bf16=True)
+        losses, state = training_of(engine, backend)
+        got = results(losses, state or {})
+        assert comm.get_rank() == 1 or got.keys() == exact.keys()
+        missed = misses(got, in_bf16, {name: exact[name] for name in got}, BF16_STEPS)
+        assert not missed, (backend, missed)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("sizes", K, ids=["k2", "k4"])
+def test_trains_in_bf16_as_transformers_on_gpus(two_gpus, sizes, zero):
+    two_gpus(_trains_in_bf16, "cuda", ("overlap", "sequential"), zero, sizes)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_trains_in_bf16_as_transformers(two_ranks, zero):
+    two_ranks(_trains_in_bf16, "cpu", ("sequential",), zero, K[1])

@@ -225,11 +225,11 @@ def test_ranks_that_do_not_end(monkeypatch):
 
 
 def test_ranks_get_as_many_experts(monkeypatch):
-    commands = []
-    monkeypatch.setattr(tune, "messages", lambda command, limit_s: commands.append(command) or [])
+    given = []
+    monkeypatch.setattr(tune, "messages", lambda ranks, options, limit_s: given.extend(options) or [])
     with pytest.raises(tune.TuneError, match="0 layers"):
         tune.measure(6, 1.0)
-    layers = json.loads(commands[0][commands[0].index("--layers") + 1])
+    layers = json.loads(given[given.index("--layers") + 1])
     assert {layer["name"]: layer["experts"] for layer in layers} == {
         "trans-xl": 30, "olmoe": 60, "qwen3-30b": 126, "paper-like": 30, "mixtral": 6, "dsv3-like": 60,
     }  # fmt: skip

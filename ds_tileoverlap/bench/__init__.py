@@ -7,6 +7,6 @@
     measure   how times are taken, and on what
     shapes    what is measured; ``options``: how
 
-``command`` checks what was asked for and starts ranks (``launch``); each is a ``worker``, which writes records.
+``command`` checks what was asked for and starts ranks; each is a ``worker``, which writes records.
 ``records`` reads them, ``report`` shows them as Markdown and ``page`` as HTML.
 """

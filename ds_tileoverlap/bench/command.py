@@ -9,11 +9,14 @@ from pathlib import Path
 
 import torch
 
-from .launch import launch
-from .options import PURPOSES, STAGES, START_LIMIT_S, add_options, check, record_path, whole, words
+from ..arguments import at_least_one
+from ..ranks import running
+from .options import PURPOSES, STAGES, START_LIMIT_S, add_options, check, record_path, words
 from .records import RecordError, read
 from .report import BEGIN, END, figures, results, with_results
 from .shapes import Sizes, UsageError
+
+WORKER = f"{__package__}.worker"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind, purpose in PURPOSES.items():
         each = kinds.add_parser(kind, help=purpose, description=purpose)
         add_options(each, kind)
-        each.add_argument("--ranks", type=whole, help="default: a rank for each GPU, or two on the CPU")
+        each.add_argument("--ranks", type=at_least_one, help="default: a rank for each GPU, or two on the CPU")
         each.add_argument("--json", action="store_true", help="print one JSON object; what ranks say goes to stderr")
         each.set_defaults(run=_run, kind=kind)
 
@@ -47,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
     paths = [record_path(kind, out, shape) for shape in shapes]
     before = [_written(path) for path in paths]
     limit_s = START_LIMIT_S + arguments.limit * len(shapes)
-    passed = launch([kind, *words(kind, arguments)], ranks, limit_s, to_stderr=arguments.json)
+    passed = _passed([kind, *words(kind, arguments)], ranks, limit_s, to_stderr=arguments.json)
     written = [path for path, then in zip(paths, before) if _written(path) != then]
     if arguments.json:
         print(json.dumps(_summary(kind, ranks, passed, shapes, written), indent=2))
@@ -62,6 +65,16 @@ def _ranks(arguments: argparse.Namespace) -> int:
     if not gpus and arguments.kind == STAGES:
         raise UsageError("bench run stages: got no GPU, expected Hopper GPUs, one a rank")
     return ranks
+
+
+def _passed(options: list[str], ranks: int, limit_s: float, to_stderr: bool) -> bool:
+    """Whether all ranks of ``worker.py`` ended well; they print where this process does, or all to stderr."""
+    try:
+        with running(ranks, WORKER, *options, limit_s=limit_s, stdout=2 if to_stderr else None) as launcher:
+            return launcher.wait() == 0
+    except TimeoutError as error:
+        print(f"ds-tileoverlap: {error}", file=sys.stderr)
+        return False
 
 
 def _written(path: Path) -> int | None:

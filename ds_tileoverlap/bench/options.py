@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+from ..arguments import at_least_one
 from .measure import BURST
 from .shapes import LayerShape, Sizes, StageShape, UsageError, read_shapes
 
@@ -41,9 +42,9 @@ def add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for one JSON record a shape")
     parser.add_argument("--only", type=_words, default=(), help="comma-separated names of shapes; default: all")
     bursts = f"bursts of {BURST} iterations of each arm; default: {SAMPLES[kind]}"
-    parser.add_argument("--samples", "--iters", type=whole, default=SAMPLES[kind], help=bursts)
+    parser.add_argument("--samples", "--iters", type=at_least_one, default=SAMPLES[kind], help=bursts)
     limit = f"seconds for one shape, after which stacks are printed and all ends; default: {LIMITS[kind]}"
-    parser.add_argument("--limit", type=whole, default=LIMITS[kind], help=limit)
+    parser.add_argument("--limit", type=at_least_one, default=LIMITS[kind], help=limit)
     if kind in ARMS:
         arms = f"comma-separated; default: {','.join(ARMS[kind])}; {OF_ARMS[kind]}"
         parser.add_argument("--arms", type=_words, default=ARMS[kind], help=arms)
@@ -55,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser, kind: str) -> None:
         launch = "launch kernels one by one instead of replaying CUDA graphs"
         parser.add_argument("--launch", action="store_true", help=launch)
     if kind == STEP:
-        parser.add_argument("--layers", type=whole, default=4, help="of the transformer; default: 4")
+        parser.add_argument("--layers", type=at_least_one, default=4, help="of the transformer; default: 4")
 
 
 def check(kind: str, options: argparse.Namespace, ranks: int) -> list[Sizes]:
@@ -98,13 +99,6 @@ def command_line(kind: str, options: argparse.Namespace, ranks: int) -> str:
 
 def record_path(kind: str, out: Path, shape: Sizes) -> Path:
     return out / f"{'' if kind == LAYER else kind + '-'}{shape.name}.json"
-
-
-def whole(text: str) -> int:
-    """A number of at least 1, for argparse."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
-    return int(text)
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..arguments import at_least_one
 from .checkpoint import DEEPSPEED, HF, UsageError, open_checkpoint
 from .conversion import CheckpointError, convert
 from .inspection import report, show
@@ -45,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to.add_argument("--tag", help="of the DeepSpeed side; default: the latest of a source, global_step0 of a target")
     to.add_argument("--dtype", choices=_DTYPES, help="default: as in the source")
     to.add_argument("--max-shard-size", type=_bytes, default="5GB", help="--to hf: of a file; default: 5GB")
-    to.add_argument("--ep-size", type=_positive, default=1, help="--to deepspeed: check that the experts divide by it")
+    to.add_argument(
+        "--ep-size", type=at_least_one, default=1, help="--to deepspeed: check that the experts divide by it"
+    )
     to.set_defaults(run=_convert)
 
 
@@ -93,9 +96,3 @@ def _bytes(text: str) -> int:
     if not match or not int(match[1]):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a size like 500MB or 5GB")
     return int(match[1]) * _UNITS[match[2]]
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
-    return int(text)

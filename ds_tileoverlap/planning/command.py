@@ -10,21 +10,19 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..arguments import shape, whole
 from ..config import ConfigError, parse
 from . import machine, report, timeline
 from .forecast import Forecast
 from .profile import DEFAULT, Profile, load
-from .routing import PlanError, Shape, Unevenness
-
-# As in the tables of README.md -> field of Shape.
-LETTERS = {"H": "hidden", "I": "intermediate", "E": "experts", "k": "top_k", "tokens": "tokens"}
+from .routing import PlanError, Unevenness
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shape", type=_shape, required=True, help="one layer of gated experts: H=2048,I=768,E=128,k=8,tokens=8192"
+        "--shape", type=shape, required=True, help="one layer of gated experts: H=2048,I=768,E=128,k=8,tokens=8192"
     )
-    parser.add_argument("--ranks", type=_whole, required=True, help="of the expert-parallel group")
+    parser.add_argument("--ranks", type=whole, required=True, help="of the expert-parallel group")
     parser.add_argument("--config", type=Path, help="a ds_config file with the layer's options")
     parser.add_argument(
         "--profile",
@@ -33,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--skew", type=_share, default=0.0, help="added to rank 0's scores, 0 to 1; default: 0, even")
     parser.add_argument("--spread", type=_share, default=0.0, help="of scores within a rank, 0 to 1; default: 0")
-    parser.add_argument("--seed", type=_whole, default=0, help="of the routing")
+    parser.add_argument("--seed", type=whole, default=0, help="of the routing")
     parser.add_argument("--link-gbs", type=_positive, help="another link: GB/s in one direction")
     parser.add_argument("--link-us", type=_positive, help="another link: so much more latency than the measured one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -77,20 +75,6 @@ def _profile(arguments: argparse.Namespace) -> Profile:
     for line in ignored:
         print(f"ds-tileoverlap: {line}", file=sys.stderr)
     return found or load(DEFAULT)
-
-
-def _shape(text: str) -> Shape:
-    found = dict(part.partition("=")[::2] for part in text.split(","))
-    if found.keys() != LETTERS.keys() or not all(value.isdecimal() for value in found.values()):
-        expected = ",".join(f"{letter}=.." for letter in LETTERS)
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected} with whole numbers")
-    return Shape(**{LETTERS[letter]: int(value) for letter, value in found.items()})
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number")
-    return int(text)
 
 
 def _share(text: str) -> float:

@@ -11,10 +11,9 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..doctor import last_words
-from ..ranks import command_of
+from ..ranks import running
 from . import fit, machine
 from .profile import Profile, write
 
@@ -42,8 +41,6 @@ LEFT_OUT = "olmoe"
 LEAST_LAYERS = 4
 # Beside the measurement: the operator may have to be built, ranks start, the last layer ends.
 START_S, END_S = 300.0, 60.0
-# The launcher gives its ranks 30 seconds to end.
-KILL_S = 45.0
 
 
 class TuneError(RuntimeError):
@@ -136,10 +133,9 @@ def measure(num_ranks: int, limit_s: float) -> tuple[list[dict], float]:
     layers = [{**layer, "experts": layer["experts"] // num_ranks * num_ranks} for layer in LAYERS]
     layers = [layer for layer in layers if layer["experts"] >= layer["top_k"]]
     options = ["--layers", json.dumps(layers), "--limit", str(limit_s), "--end", str(limit_s + START_S)]
-    command = command_of(num_ranks, f"{__package__}.tune_worker", *options)
     records, link_gbs = [], 0.0
     with _progress(len(layers)) as advance:
-        for message in messages(command, limit_s + START_S + END_S):
+        for message in messages(num_ranks, options, limit_s + START_S + END_S):
             if "refusal" in message:
                 raise TuneError(f"these GPUs cannot overlap, as {message['refusal']}")
             link_gbs = message.get("link_gbs", link_gbs)
@@ -158,32 +154,20 @@ def measure(num_ranks: int, limit_s: float) -> tuple[list[dict], float]:
     return records, link_gbs
 
 
-def messages(command: list[str], limit_s: float) -> Iterator[dict]:
-    """The JSON objects that a command prints, one a line, as they come.
+def messages(num_ranks: int, options: list[str], limit_s: float) -> Iterator[dict]:
+    """The JSON objects that the ranks of ``tune_worker.py`` print, one a line, as they come.
 
     Raises:
-        TuneError: the command failed, or did not end in time.
+        TuneError: a rank failed, or they did not end in time.
     """
+    worker = (num_ranks, f"{__package__}.tune_worker", *options)
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        options = dict(text=True, errors="replace", start_new_session=True)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, **options)
-        # The launcher ends its ranks when it is told to end.
-        late = threading.Timer(limit_s, process.terminate)
-        late.start()
         try:
-            yield from (json.loads(line) for line in process.stdout if line.startswith('{"'))
-            code = process.wait()
-        finally:
-            was_late = not late.is_alive()
-            late.cancel()
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(KILL_S)
-            process.kill()
-            process.stdout.close()
-        if was_late:
-            raise TuneError(f"the measurement did not end within {limit_s:.0f} s")
-        if code:
+            with running(*worker, limit_s=limit_s, stdout=subprocess.PIPE, stderr=log) as launcher:
+                yield from (json.loads(line) for line in launcher.stdout if line.startswith('{"'))
+        except TimeoutError as error:
+            raise TuneError(f"the measurement did not end within {limit_s:.0f} s") from error
+        if launcher.returncode:
             log.seek(0)
             raise TuneError(f"the measurement failed: {last_words(log.read())}")
 

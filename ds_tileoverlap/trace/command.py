@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
+from ..arguments import shape, whole
 from ..config import BLOCK, parse
-from ..planning.command import _shape as shape
-from ..planning.command import _whole as whole
 from ..planning.routing import Shape
-from ..ranks import command_of
+from ..ranks import running
 from . import perfetto, report
 
 FILE = "trace.json.gz"
@@ -46,22 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"ds-tileoverlap: {'; '.join(faults)}", file=sys.stderr)
         return 2
     job = {"shape": asdict(arguments.shape), "block": block, "folder": str(arguments.out)}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        done = subprocess.run(
-            command_of(num_ranks, f"{__package__}.job", json.dumps(job)),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        with running(num_ranks, f"{__package__}.job", json.dumps(job), limit_s=LIMIT_S, **pipes) as launcher:
+            out, err = launcher.communicate()
+    except TimeoutError:
         print(f"ds-tileoverlap: the {num_ranks} ranks were not done in {LIMIT_S:.0f} s", file=sys.stderr)
         return 1
-    said = [line for line in done.stdout.splitlines() if line.startswith(f"{BLOCK}:")]
+    said = [line for line in out.splitlines() if line.startswith(f"{BLOCK}:")]
     print("\n".join(said), file=sys.stderr)
-    if done.returncode or not (arguments.out / FILE).exists():
-        if done.returncode:
-            print(done.stderr, file=sys.stderr)
+    if launcher.returncode or not (arguments.out / FILE).exists():
+        if launcher.returncode:
+            print(err, file=sys.stderr)
         return 1
     facts = perfetto.read(arguments.out / FILE)["otherData"]
     if arguments.json:

@@ -1,0 +1,33 @@
+"""What commands are told: numbers and layers, for argparse."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+
+from .planning.routing import Shape
+
+# As in the tables of README.md -> field of Shape.
+LETTERS = {"H": "hidden", "I": "intermediate", "E": "experts", "k": "top_k", "tokens": "tokens"}
+
+
+def whole(text: str) -> int:
+    """A number of at least 0."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"got {text!r}, expected a whole number")
+    return int(text)
+
+
+def at_least_one(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
+    return int(text)
+
+
+def shape(text: str) -> Shape:
+    """``H=2048,I=768,E=128,k=8,tokens=8192``, in any order."""
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    if found.keys() != LETTERS.keys() or not all(value.isdecimal() for value in found.values()):
+        expected = ",".join(f"{letter}=.." for letter in LETTERS)
+        raise ArgumentTypeError(f"got {text!r}, expected {expected} with whole numbers")
+    return Shape(**{LETTERS[letter]: int(value) for letter, value in found.items()})
