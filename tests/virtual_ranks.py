@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,8 +54,11 @@ class ManyStreams(Ranks):
     def __call__(self, function, *args, limit_s: float = 120.0):
         return super().__call__(function, *args, limit_s=limit_s)[0]
 
+    # Several threads may start processes at once, and the patch takes all variables away for a moment when it ends.
+    _environment = threading.Lock()
+
     def _start(self):
-        with patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="32"):
+        with self._environment, patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="32"):
             super()._start()
 
 
@@ -245,6 +249,7 @@ class Tables(NamedTuple):
     band_parts: torch.Tensor
     sum_runs: torch.Tensor
     send_runs: torch.Tensor
+    num_bands: int
 
 
 def tables_of(use: Use, placed: Placement, rank: int, device: torch.device, returns: Returns) -> Tables:
@@ -274,6 +279,7 @@ def tables_of(use: Use, placed: Placement, rank: int, device: torch.device, retu
         band_parts=words([*schedule.plain_band_parts(segments, num_bands), UNTOUCHED] if arrive else [], 1),
         sum_runs=words(schedule.plain_runs(placed.sends.T, rank), 4),
         send_runs=words(schedule.plain_send_runs(placed.sends, rank), 4),
+        num_bands=num_bands,
     )
 
 

@@ -35,7 +35,7 @@ template <typename Memory>
 class Placer {
 public:
     __device__ Placer(const TileOverlapArrivals& args, Memory& memory)
-        : lane(threadIdx.x % 32), args(args), pieces(memory), rows_each(max(MOST_BYTES / args.row_bytes, 1)),
+        : lane(threadIdx.x % 32), args(args), pieces(memory), rows_each(max(HALF / args.row_bytes, 1)),
           received(half_of(const_cast<void*>(args.received), *args.epoch, args.generation_bytes)) {}
 
     const int lane;
@@ -54,21 +54,14 @@ public:
             int64_t place = static_cast<int64_t>(part.row + first) * args.row_bytes;
             int64_t received_row = __shfl_sync(~0u, source, min(first + lane, 31));
             const char* from = received + received_row * args.row_bytes;
-            for (int at = 0; at < args.row_bytes; at += MOST_BYTES) {
-                int share = min(args.row_bytes - at, MOST_BYTES), room = make_room(rows * share);
+            for (int at = 0; at < args.row_bytes; at += HALF) {
+                int share = min(args.row_bytes - at, HALF);
                 bool is_last = first + rows == part.rows && at + share == args.row_bytes;
-                pieces.load({room, rows * share, place + at, is_last ? part.band : -1}, from + at, lane * share,
+                make_room();
+                pieces.load({place + at, rows * share, is_last ? part.band : -1}, from + at, lane * share,
                             lane < rows ? share : 0);
-                // While this is on its way: of all stores but the last one is known that they are done.
-                if (lane == 0) bulk_stores_wait<1>();
-                announce_until(pieces.num_taken() - 1);
             }
         }
-    }
-
-    // The older of two pieces leaves.
-    __device__ void go_on() {
-        if (pieces.size() > 1) store_next();
     }
 
     // Returns when everything is in place, and announced.
@@ -79,26 +72,29 @@ public:
     }
 
 private:
-    static constexpr int MOST_BYTES = Memory::SIZE / 2;  // of a piece
+    static constexpr int HALF = Memory::HALF_BYTES;
 
-    __device__ int make_room(int bytes) {
-        go_on();
-        while (pieces.room_for(bytes) < 0) store_next();
-        if (lane == 0) bulk_stores_wait_read();
-        return pieces.room_for(bytes);
+    __device__ void make_room() {
+        if (pieces.size() < 2) return;
+        store_next();
+        if (lane == 0) {
+            bulk_stores_wait_read();
+            bulk_stores_wait<1>();
+        }
+        announce_until(pieces.num_taken() - 1);
     }
 
     __device__ void store_next() {
         const uint8_t* piece = pieces.front();
-        const auto& its = pieces.piece(pieces.num_taken());
-        if (lane == 0) bulk_store(static_cast<char*>(args.rows) + its.target, piece, its.bytes);
+        const auto& note = pieces.note_of(pieces.num_taken());
+        if (lane == 0) bulk_store(static_cast<char*>(args.rows) + note.place, piece, note.bytes);
         pieces.pop();
     }
 
     // Says of pieces that are in place which bands are the more complete.
     __device__ void announce_until(int end) {
         for (; announced < end; announced++) {
-            int band = pieces.piece(announced).band;
+            int band = pieces.note_of(announced).band;
             if (lane == 0 && band >= 0) add_to(args.missing + band, -1u);
         }
     }
@@ -120,7 +116,6 @@ __device__ __forceinline__ void place_arrivals(const TileOverlapArrivals& args, 
     int source = placer.source_of(part), known = -1;
     bool in_time = !has_failed(args.failure);
     while (part.rows) {
-        placer.go_on();
         // Its sources come while this part is copied.
         Part next = parts.next();
         int next_source = placer.source_of(next), peer = part.peer;

@@ -318,7 +318,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         module, "Courier",
         {FIELD(errand), FIELD(rows), FIELD(row_bytes), FIELD(num_peers), FIELD(rank), FIELD(segments),
          FIELD(num_segments), OPTIONAL(signals), OPTIONAL(signals_per_band), FIELD(index), FIELD(num_choices), FIELD(runs),
-         OPTIONAL(panel_left), FIELD(num_panels), FIELD(panel_bytes), FIELD(peer_buffers), FIELD(peer_arrived),
+         OPTIONAL(panel_left), OPTIONAL(num_panels), OPTIONAL(panel_bytes), FIELD(peer_buffers), FIELD(peer_arrived),
          FIELD(consumed), FIELD(generation_bytes), FIELD(epoch), FIELD(claimed), FIELD(failure), FIELD(limit_ns),
          OPTIONAL(trace)});
     define_struct<TileOverlapArrivals>(

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS) collect_scalars(const __grid_c
 
 // All registers of an SM: nothing else runs beside these couriers.
 constexpr int COURIER_THREADS = 512;
-using Memory = CourierMemory<8192>;
+using Memory = CourierMemory<4096>;
 constexpr int COURIER_BYTES = COURIER_THREADS / 32 * sizeof(Memory) + 128;
 
 template <typename T>

@@ -112,62 +112,52 @@ private:
     int num_parts, num_warps, lane, next = 0;
 };
 
-// Shared memory of one warp, for pieces of rows.
-template <int SIZE_BYTES>
+// Shared memory of one warp: pieces of rows are loaded into one half while those in the other one are worked on.
+template <int HALF>
 struct CourierMemory {
-    static constexpr int SIZE = SIZE_BYTES, MOST_PIECES = 8;
-    alignas(128) uint8_t bytes[SIZE];
-    uint64_t loaded[MOST_PIECES];
-    struct Piece {
-        int at, bytes;
-        int64_t target;  // of a copy: where it goes,
-        int band;        // and the band that is complete with it, or -1
-    } pieces[MOST_PIECES];
+    static constexpr int HALF_BYTES = HALF;
+    alignas(128) uint8_t halves[2][HALF];
+    uint64_t loaded[2];
+    // What the first lane has to know of a piece later.
+    struct Note { int64_t place; int bytes, band; } notes[4];
 };
 
-// A warp's way to use it: as a ring. The bulk copy engine loads pieces while those before them are worked on. A warp by
-// itself is slow, so pieces are large, and lanes load their shares of one at once. All lanes call all of this.
+// A warp's way to use it. The bulk copy engine loads: every instruction of a warp alone takes as long as many bytes travel,
+// so pieces are large and lanes load their shares of one at once. All lanes call all of it.
 template <typename Memory>
 class Pieces {
 public:
+    using Note = typename Memory::Note;
+    static constexpr int HALF = Memory::HALF_BYTES;
+
     __device__ explicit Pieces(Memory& memory) : memory(memory) {
         if (threadIdx.x % 32 == 0) {
-            for (int i = 0; i < MOST; i++) barrier_init(&memory.loaded[i], 1);
+            for (int i = 0; i < 2; i++) barrier_init(&memory.loaded[i], 1);
             barrier_init_fence();
         }
         __syncwarp();
     }
 
-    __device__ int size() const { return begun - taken; }  // begun and not taken
-    __device__ int num_taken() const { return taken; }     // ever
-    __device__ const typename Memory::Piece& piece(int number) const { return memory.pieces[number % MOST]; }
+    // Begun and not taken, at most two.
+    __device__ int size() const { return begun - taken; }
+    __device__ int num_taken() const { return taken; }  // of all
+    __device__ const Note& note_of(int piece) const { return memory.notes[piece % 4]; }
 
-    // Where so many bytes have room now; -1: nowhere.
-    __device__ int room_for(int bytes) const {
-        if (size() == 0) return 0;
-        if (size() == MOST) return -1;
-        int oldest = piece(taken).at;
-        if (end <= oldest) return end + bytes <= oldest ? end : -1;
-        if (end + bytes <= Memory::SIZE) return end;
-        return bytes <= oldest ? 0 : -1;
-    }
-
-    // Loads a piece. Addresses and shares are multiples of 16 bytes; a lane may have none.
-    __device__ void load(const typename Memory::Piece& next, const void* from, int to_byte, int share) {
-        int slot = begun++ % MOST;
-        end = next.at + next.bytes;
+    // The next piece, of so many bytes. Addresses and shares are multiples of 16 bytes; a lane may have none.
+    __device__ void load(const Note& note, const void* from, int to_byte, int share) {
+        int half = begun++ % 2;
         if (threadIdx.x % 32 == 0) {
-            memory.pieces[slot] = next;
-            barrier_expect(&memory.loaded[slot], next.bytes);
+            memory.notes[(begun - 1) % 4] = note;
+            barrier_expect(&memory.loaded[half], note.bytes);
         }
         __syncwarp();
-        if (share > 0) bulk_load(memory.bytes + next.at + to_byte, from, share, &memory.loaded[slot]);
+        if (share > 0) bulk_load(memory.halves[half] + to_byte, from, share, &memory.loaded[half]);
     }
 
     // Waits for the oldest piece.
-    __device__ const uint8_t* front() {
-        barrier_wait(&memory.loaded[taken % MOST], taken / MOST % 2);
-        return memory.bytes + piece(taken).at;
+    __device__ uint8_t* front() {
+        barrier_wait(&memory.loaded[taken % 2], taken / 2 % 2);
+        return memory.halves[taken % 2];
     }
     // No lane reads the oldest piece any more.
     __device__ void pop() {
@@ -176,9 +166,8 @@ public:
     }
 
 private:
-    static constexpr int MOST = Memory::MOST_PIECES;
     Memory& memory;
-    int begun = 0, taken = 0, end = 0;
+    int begun = 0, taken = 0;
 };
 
 // What a warp claims at once: about 8 KB, and no more rows than lanes.
@@ -379,18 +368,15 @@ public:
 
     __device__ bool is_empty() const { return lines_left < 0; }
 
-    // False if there is no room.
     template <typename Memory>
-    __device__ bool load_next(const TileOverlapCourier& args, Pieces<Memory>& pieces) {
-        int lane = threadIdx.x % 32, columns = min(to_byte - at, COLUMNS), bytes = min(__popc(left), MOST_ROWS) * columns;
-        int room = pieces.room_for(bytes), place = __popc(left & ((1u << lane) - 1));
-        if (room < 0) return false;
+    __device__ void load_next(const TileOverlapCourier& args, Pieces<Memory>& pieces) {
+        int lane = threadIdx.x % 32, bytes = min(to_byte - at, COLUMNS), place = __popc(left & ((1u << lane) - 1));
         bool is_mine = (left >> lane & 1) && place < MOST_ROWS;
-        pieces.load({room, bytes}, static_cast<const char*>(args.rows) + static_cast<int64_t>(named) * args.row_bytes + at,
-                    place * columns, is_mine ? columns : 0);
+        pieces.load({0, min(__popc(left), MOST_ROWS) * bytes, -1},
+                    static_cast<const char*>(args.rows) + static_cast<int64_t>(named) * args.row_bytes + at, place * bytes,
+                    is_mine ? bytes : 0);
         left &= ~__ballot_sync(~0u, is_mine);
         if (!left) next_columns();
-        return true;
     }
 
 private:
@@ -450,15 +436,14 @@ public:
             wait_for_panel(task.panel);
             bool is_of_next = false;
             auto load_more = [&] {
-                do {
-                    if (rows.is_empty() && !is_of_next && next.panel == ready) {
-                        is_of_next = true;
-                        rows = Rows(args, next);
-                    }
-                } while (!rows.is_empty() && rows.load_next(args, pieces));
+                if (rows.is_empty() && !is_of_next && next.panel == ready) {
+                    is_of_next = true;
+                    rows = Rows(args, next);
+                }
+                if (!rows.is_empty()) rows.load_next(args, pieces);
             };
             if (courier.in_time) {
-                load_more();
+                for (int i = pieces.size(); i < 2; i++) load_more();
                 uint64_t began = traced_time(args.trace);
                 add_up(task.one, task, load_more);
                 add_up(task.other, task, load_more);
@@ -474,8 +459,8 @@ public:
     }
 
 private:
-    // Bytes of each row, and rows, in a piece: half of the memory.
-    static constexpr int MOST_ROWS = 8, COLUMNS = Memory::SIZE / 2 / MOST_ROWS, VECTORS = (COLUMNS + 511) / 512;
+    // Bytes of each row, and rows, in a piece.
+    static constexpr int MOST_ROWS = 8, COLUMNS = Memory::HALF_BYTES / MOST_ROWS, VECTORS = (COLUMNS + 511) / 512;
     using Rows = TaskRows<COLUMNS, MOST_ROWS>;
 
     __device__ void wait_for_panel(int panel) {

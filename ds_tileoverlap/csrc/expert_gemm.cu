@@ -26,7 +26,7 @@ constexpr int REGISTERS = 104, MATH_REGISTERS = 200;
 static_assert(REGISTERS + 2 * MATH_REGISTERS <= 3 * (65536 / THREADS / 8 * 8));
 constexpr int LOADER = 0, CLERK = 1, NUM_COURIERS = 2;  // warps of the first warpgroup; the rest are couriers
 constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
-using Memory = CourierMemory<16384>;  // of each courier
+using Memory = CourierMemory<8192>;  // of each courier
 constexpr int SHARED_BYTES = 1024 + STAGES * STAGE_BYTES + NUM_COURIERS * sizeof(Memory);
 // Warps that read the queue: the loader, the clerk and eight math warps in each CTA.
 constexpr int QUEUE_READERS = 2 * 10;
