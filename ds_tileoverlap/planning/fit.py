@@ -34,13 +34,15 @@ ARMS: dict[str, Callable[[Work, Profile], float]] = {
     "sequential": sequential_us,
     "overlap": fused_us,
 }
-# One after the other: arms, and the rates that are found in them, each with where the search begins.
+ARRIVING, RETURNING = {True}, {False}
+# One after the other: arms, in which stages, and the rates that are found there, each with where the search begins.
 SEARCHES = (
-    (("gemm", "torch"), dict(gemm_us=10, item_us=2, block_us=0.5, torch_us=10, torch_item_us=2, torch_block_us=0.5,
-                             throttle=0.05)),
-    (("serial",), dict(nccl_us=50, nccl_gbs=300)),
-    (("sequential",), dict(gather_gbs=4000, sum_gbs=4000)),
-    (("overlap",), dict(arrive_us=20, return_us=20, place_gbs=400, courier_sum_gbs=500, drag_gbs=3000)),
+    (("gemm", "torch"), ARRIVING | RETURNING, dict(gemm_us=10, item_us=2, block_us=0.5, torch_us=10, torch_item_us=2,
+                                                   torch_block_us=0.5, throttle=0.05)),
+    (("serial",), RETURNING, dict(nccl_us=50, nccl_gbs=300)),
+    (("sequential",), ARRIVING | RETURNING, dict(gather_gbs=4000, sum_gbs=4000)),
+    (("overlap",), ARRIVING, dict(arrive_us=20, place_gbs=600, drag_gbs=3000)),
+    (("overlap",), RETURNING, dict(return_us=20, courier_sum_gbs=600)),
 )  # fmt: skip
 # A courier that is fast enough leaves no trace in the times: from there no search finds back, so there are three.
 SCALES = (0.5, 1.0, 2.0)
@@ -85,15 +87,16 @@ def fit(records: Sequence[dict], name: str, num_sms: int, link_gbs: float, link:
         link: how the GPUs are joined, as :func:`.machine.describe` has it.
     """
     stages = [stage for record in records for stage in measured(record)]
-    starts = {name: value for _, rates in SEARCHES for name, value in rates.items()}
+    starts = {name: value for *_, rates in SEARCHES for name, value in rates.items()}
     rates = Rates(**starts, **{rate: _fastest(stages, *limits) for rate, limits in HOST.items()})
     source = _source(records)
     key = {"device": source["device"], "link": link, "ranks": source["ranks"]}
     comm_sms = never_slower(records, 0, lambda record: f"down: {record['returns']}")
     segment_bytes = never_slower(records, SEGMENT_BYTES, lambda record: "down: segments")
     profile = Profile(name, key, source, num_sms, 0.0, 0.0, link_gbs, link_gbs, 0.0, comm_sms, segment_bytes, rates)
-    for arms, found in SEARCHES:
-        profile = _fitted(profile, list(found), arms, stages)
+    for arms, kinds, found in SEARCHES:
+        of_kinds = [stage for stage in stages if stage.work.stage.arrives in kinds]
+        profile = _fitted(profile, list(found), arms, of_kinds)
     profile = replace(profile, rates=Rates(*(float(f"{value:.4g}") for value in astuple(profile.rates))))
     return replace(profile, worst_error=_worst(stages, profile))
 
