@@ -2,6 +2,7 @@
 
 One pool serves every layer of an expert-parallel group. It has a channel for each kind of row that travels; a channel's
 receive buffer has two halves, used in turn, and a rank overwrites a half only after the owner has said that it read it.
+A half grows to 1.25 times what the fullest rank has received at once, in steps of 2 MiB.
 Words that peers write are never reset: epochs and counts go on from use to use.
 
     channel    carries                                                         read by

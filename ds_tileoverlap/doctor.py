@@ -1,7 +1,9 @@
 """``ds-tileoverlap doctor``: what this machine can do, what it cannot, and why.
 
 Each check is a line: ``ok``; ``no``, what this machine does not have, and what follows; or ``fault``, to be put right.
-The last one trains a small layer on two ranks, on GPUs where there are two.
+The last one trains a small layer on two ranks, on GPUs where there are two. ``--bundle`` packs the report, the versions
+of all packages, and what nvidia-smi says of GPUs and topology; of the environment only variables of CUDA, NCCL, torch,
+NVSHMEM, DeepSpeed and this package.
 """
 
 from __future__ import annotations

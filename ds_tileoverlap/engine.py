@@ -1,4 +1,9 @@
-"""The engine of a model with layers of this package: it checks what it loads, and saves the experts of all ranks."""
+"""The engine of a model with layers of this package: it checks what it loads, and saves the experts of all ranks.
+
+``save_16bit_model`` and the Trainer's ``save_model`` write them (under ZeRO-3 with
+``stage3_gather_16bit_weights_on_model_save``), where DeepSpeed alone writes rank 0's. For DeepSpeed's MoE layers the
+file is the state dict of a model with ``ep_size`` 1.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Expert parameters as stacked matrices: views where memory allows it, never copies of what DeepSpeed keeps in place.
 
-Experts are separate parameters that ZeRO puts into flat buffers. Evenly spaced ones are one strided [n, N, K] view. How
-they lie is found once and kept as numbers; views are made anew in every forward and backward.
+Experts are separate parameters that ZeRO puts into flat buffers, evenly spaced and gate next to up. Evenly spaced ones
+are one strided [n, N, K] view. How they lie is found once and kept as numbers; views are made anew in every forward and
+backward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """GPT-OSS of transformers on this package: AutoEP cannot express its experts, whose projections have biases.
 
-Each rank keeps its share of the experts, stacked; the router stays transformers'. To DeepSpeed such a block is a MoE
+It is converted under AutoEP's block of ds_config (``enabled``, ``autoep_size``) before DeepSpeed sees it, for ZeRO 0 to
+2. Each rank keeps its share of the experts, stacked; the router stays transformers'. To DeepSpeed such a block is a MoE
 layer of its own: tags, process groups, ZeRO and checkpoints follow from that, one entry an expert in the latter.
 
 Letters: E experts, E_local experts of this rank, H hidden size, I intermediate size.

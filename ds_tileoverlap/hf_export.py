@@ -1,4 +1,9 @@
-"""Saves what AutoEP trains as a Hugging Face folder; DeepSpeed itself writes its own names, and one rank's experts."""
+"""Saves what AutoEP trains as a Hugging Face folder; DeepSpeed itself writes its own names, and one rank's experts.
+
+:func:`save_pretrained` serves own loops and transformers' Trainer (``TrainingArguments(deepspeed="ds_config.json")``)
+alike, with ``trainer.model_wrapped`` as the engine. ``engine.save_16bit_model`` and the Trainer's ``save_model`` write
+the same weights (``engine.py``); ``engine.module.save_pretrained`` still writes one rank's experts.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Checks around ``engine.load_checkpoint``, so that it loads what it should or says, on every rank, what is wrong.
 
 Before anything is loaded the files are looked through. Afterwards each expert's checksum is compared with its file's,
-and between the ranks that hold the same expert.
+and between the ranks that hold the same expert; ZeRO 1 and 2's own copies are compared with the weights. Optimizer
+state loads at the same ``ep_size``, weights at any (``load_module_only=True``).
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@
 
 Each pair in braces is one kernel: two spare warps of every CTA of the GEMM, the couriers, carry rows while the others
 multiply. The rows of this rank's own tokens are computed while the others are on their way.
+How rows return is chosen in every forward from the exchanged counts, alike on all ranks: as one sum for each (token,
+rank) where those are fewer than 0.6 times the rows. Couriers in spare warps were at least as fast as on SMs of their
+own on every shape tried, so that ``comm_sms`` is 0 unless set or measured otherwise.
+Memory: backward keeps T H + R (H + I') values, I' being 2 I for gated experts (without R H under
+``recompute_dispatch``), and about 4 T k + U k + 2 R + S int32 positions (R expert rows, S sent and U received).
 Whether the backend can run is decided by the whole group: what a machine cannot do once, when the group is first used;
 what a layer cannot do in every forward, with a word in the exchanged counts.
 """

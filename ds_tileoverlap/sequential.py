@@ -5,6 +5,7 @@
 
 Autograd functions save the Plan's tensors like any activation: under activation checkpointing they are freed and
 recomputed with the rows they index, so a row and its place never come from two different routings.
+The router's gradient is d(weight) = <dY W2, act>: expert outputs are neither kept nor sent again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
     deepspeed --num_gpus 2 examples/finetune_hf.py --deepspeed_config configs/finetune_hf.json --demo
     deepspeed --num_gpus 2 examples/finetune_hf.py --deepspeed_config configs/finetune_hf.json --model FOLDER --lora
 
-The result is a Hugging Face folder, or with ``--lora`` a peft adapter, that needs neither this package nor DeepSpeed.
+The result, ``runs/finetune_hf/model`` or ``adapter``, is a Hugging Face folder, or with ``--lora`` a peft adapter of
+the attention, that needs neither this package nor DeepSpeed. ``--demo`` makes a tiny model first. Adapters train under
+ZeRO 0 or 3: DeepSpeed's ZeRO 1 and 2 want experts that train.
 """
 
 from __future__ import annotations

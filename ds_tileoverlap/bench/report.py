@@ -43,11 +43,8 @@ ARMS = {
     "gemm": "our GEMM",
     "overlap": "ours, `overlap`",
 }
-SPEEDUPS = {
-    "DeepSpeed's layer, converted": ("ours", "stock"),
-    "AutoEP's layer, converted, against AutoEP with its fused options": ("ours_autoep", "autoep_fused"),
-    "DeepSpeed's layer, converted, against AutoEP with its fused options": ("ours", "autoep_fused"),
-}
+# Arms of ours, and what each is compared with in a line of its own.
+SPEEDUPS = (("ours", "stock"), ("ours_autoep", "autoep_fused"), ("ours", "autoep_fused"))
 # Stage in which a GEMM and an exchange are one kernel -> its bytes on the link.
 FUSED = {"in": "arrive", "down": "return", "down back": "arrive", "in back": "return"}
 DIMENSIONS = ("hidden", "intermediate", "experts", "top_k")
@@ -106,23 +103,24 @@ def _versions(environment: dict) -> str:
 
 
 def layers(benchmarks: list[Benchmark]) -> str:
-    """The shapes themselves, then how many times as fast, there and at other token counts."""
+    """A column for each layer: its arms, then how many times as fast ours are, there and at other token counts."""
     families = families_of(benchmarks)
     plain = [family[0] for family in families]
     arms = in_order({arm for benchmark in plain for arm in benchmark.arms})
-    times = [[f"{_dimensions(b)}, {b.shape['tokens']}", *(_layer_cell(b, arm) for arm in arms)] for b in plain]
-    faster = [[name, *(fold(b.speedups(BOTH, *pair)) for b in plain)] for name, pair in SPEEDUPS.items()]
+    rows = [[label(arm), *(_layer_cell(b, arm) for b in plain)] for arm in arms]
+    rows.append(["**times as fast, forward + backward**", *("" for _ in plain)])
+    rows += [[_pair(*pair), *(fold(b.speedups(BOTH, *pair)) for b in plain)] for pair in SPEEDUPS]
     found = [{case(b, family[0]): fold(b.speedups(BOTH, "ours", "sequential")) for b in family} for family in families]
     cases = list(dict.fromkeys(name for by_case in found for name in by_case))
-    name = f"`overlap` against `sequential`, {'; '.join(cases)}"
-    faster.append([name, *("; ".join(by_case.get(case, "-") for case in cases) for by_case in found)])
-    return "\n\n".join(
-        [
-            table(["layer (H, I, E, k), tokens a rank", *map(label, arms)], times),
-            table(["forward + backward: times as fast", *map(shape_name, plain)], faster),
-            commands(benchmarks),
-        ]
-    )
+    name = f"{_pair('ours', 'sequential')}: {'; '.join(cases)}"
+    rows.append([name, *("; ".join(by_case.get(case, "-") for case in cases) for by_case in found)])
+    header = ["layer (hidden, intermediate, experts, experts a token), tokens a rank"]
+    header += [f"{_dimensions(b)}, {b.shape['tokens']}" for b in plain]
+    return f"{table(header, rows)}\n\n{commands(benchmarks)}"
+
+
+def _pair(mine: str, other: str) -> str:
+    return f"{label(mine)} against {label(other)}"
 
 
 def families_of(benchmarks: list[Benchmark], same: Sequence[str] = FAMILY) -> list[list[Benchmark]]:
@@ -157,12 +155,18 @@ def _layer_cell(benchmark: Benchmark, arm: str) -> str:
 def stages(benchmarks: list[Benchmark]) -> str:
     lead = (
         "Stages of `overlap`, a GEMM and an exchange in one kernel: times as fast as `sequential`; share of the roof, "
-        "max(torch's GEMM, link). Return: down until all rows are there (the faster of rows and sums), against torch's "
-        "GEMM, then NCCL's all-to-all."
+        "max(torch's GEMM, link)."
     )
+    # Sizes that two shapes share stand with the first.
+    first = [family[0] for family in families_of(benchmarks, DIMENSIONS)]
+    header = ["stage", *(_dimensions(b) if b in first else shape_name(b) for b in benchmarks)]
     rows = [[stage, *(_stage_cell(b, stage) for b in benchmarks)] for stage in FUSED]
-    rows.append(["return", *(fold(best_return(b)) for b in benchmarks)])
-    return "\n\n".join([wrapped(lead), table(["stage", *map(_dimensions, benchmarks)], rows), commands(benchmarks)])
+    returned = (
+        "return: down until all rows are there (the faster of rows and sums), against torch's GEMM, "
+        "then NCCL's all-to-all"
+    )
+    rows.append([returned, *(fold(best_return(b)) for b in benchmarks)])
+    return "\n\n".join([wrapped(lead), table(header, rows), commands(benchmarks)])
 
 
 def _stage_cell(benchmark: Benchmark, stage: str) -> str:
@@ -189,12 +193,19 @@ def best_return(benchmark: Benchmark) -> list[float | None]:
 
 
 def steps(benchmarks: list[Benchmark]) -> str:
-    return wrapped(f"Training steps: {'; '.join(map(_step, benchmarks))}.") + f"\n{commands(benchmarks)}"
-
-
-def _step(benchmark: Benchmark) -> str:
-    times = (f"{shown(benchmark.medians(WHOLE_STEP, arm))} ms ({label(arm)})" for arm in in_order({*benchmark.arms}))
-    return f"{benchmark.record['layers']} layers of {shape_name(benchmark)} {', '.join(times)}"
+    """A line for each model, with the arms of all its benchmarks."""
+    arms = in_order({arm for benchmark in benchmarks for arm in benchmark.arms})
+    lines: list[tuple[str, dict[str, str]]] = []
+    for b in benchmarks:
+        model = f"{b.record['layers']} layers of {shape_name(b)}"
+        times = {arm: f"{shown(b.medians(WHOLE_STEP, arm))} ms" for arm in b.arms}
+        free = (cells for name, cells in lines if name == model and not cells.keys() & times.keys())
+        if (cells := next(free, None)) is None:
+            lines.append((model, cells := {}))
+        cells |= times
+    rows = [[model, *(cells.get(arm, "-") for arm in arms)] for model, cells in lines]
+    header = ["training step (AutoEP's arms: another model)", *map(label, arms)]
+    return f"{table(header, rows)}\n\n{commands(benchmarks)}"
 
 
 def trainings(benchmarks: list[Benchmark]) -> str:
@@ -215,8 +226,9 @@ def listed(how: str, found: list[Worse]) -> str:
     """A line for each measure: which arm of ours is worse than which other, by how much, in which record."""
     places = defaultdict(lambda: defaultdict(list))
     for place in found:
-        pair = f"{label(place.mine)} against {label(place.other)}"
-        places[f"{place.kind}, {place.measure}"][pair].append(f"{place.run} +{place.extra:.1%}")
+        places[f"{place.kind}, {place.measure}"][_pair(place.mine, place.other)].append(
+            f"{place.run} +{place.extra:.1%}"
+        )
     lines = [
         wrapped(f"- {measure}: {'; '.join(f'{pair}: ' + ', '.join(runs) for pair, runs in pairs.items())}")
         for measure, pairs in places.items()
