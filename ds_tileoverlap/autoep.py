@@ -4,8 +4,9 @@ Router, parameters, checkpoints, shared experts and the form of the output stay 
 a token to its experts and back. Shared experts run while the host waits for the ranks' counts. What cannot run (weights
 before the experts where a token has several, DeepEP) is refused with the reason.
 
-Keys that AutoEP needs for OLMoE and Qwen2-MoE are filled in. Tested on CPU with these two, Mixtral, Qwen3-MoE,
-DeepSeek-V3 and MiniMax-M3 against plain transformers and against AutoEP, ten steps each, and under ZeRO 1, 2 and 3.
+Keys that AutoEP needs for OLMoE and Qwen2-MoE are filled in. Tested with these two, Mixtral, Qwen3-MoE, Qwen3.5-MoE's
+text model, DeepSeek-V2, DeepSeek-V3 and MiniMax-M3 against plain transformers and against AutoEP, ten steps each, and
+under ZeRO 1, 2 and 3.
 """
 
 from __future__ import annotations

@@ -71,6 +71,24 @@ def deepseek_v3():
     return "deepseek_v3", transformers.DeepseekV3ForCausalLM(config)
 
 
+def deepseek_v2():
+    heads = {"num_key_value_heads": SMALL["num_attention_heads"]}
+    config = transformers.DeepseekV2Config(
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1, n_group=4,
+        topk_group=2, topk_method="group_limited_greedy", first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=8,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, **{**SMALL, **heads},
+    )  # fmt: skip
+    return "deepseek_v2", transformers.DeepseekV2ForCausalLM(config)
+
+
+def qwen3_5_moe():
+    config = transformers.Qwen3_5MoeTextConfig(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, head_dim=8,
+        layer_types=["full_attention"] * SMALL["num_hidden_layers"], **SMALL,
+    )  # fmt: skip
+    return "qwen3_5_moe", transformers.Qwen3_5MoeForCausalLM(config)
+
+
 def minimax_m3():
     config = transformers.MiniMaxM3VLTextConfig(
         num_local_experts=4, num_experts_per_tok=2, dense_intermediate_size=24, shared_intermediate_size=24, head_dim=8,
@@ -89,7 +107,10 @@ def mixtral_clamped():
     return preset, model
 
 
-FAMILIES = (mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v3, minimax_m3, mixtral_clamped, qwen3_moe_pre)
+FAMILIES = (
+    mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v2, deepseek_v3, qwen3_5_moe, minimax_m3, mixtral_clamped,
+    qwen3_moe_pre,
+)  # fmt: skip
 FAMILIES = {family.__name__: family for family in FAMILIES}
 # Keys that make of a family something that transformers does not have.
 VARIANTS = {
