@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sysconfig
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -140,34 +139,31 @@ def at_top_level(text: str) -> list[str]:
 
 
 class Stream:
-    """A thread that makes one call after the other, as a GPU's stream runs kernels.
+    """Calls that a thread makes one after the other, as a GPU's stream runs kernels.
 
-    It begins when it is started: threads that wait in kernels would hold up the one that still enqueues.
+    None is made before :meth:`run`: threads that wait in kernels would hold up the one that still enqueues.
     """
 
     def __init__(self):
-        self._thread, self._calls, self.cuda_stream = ThreadPoolExecutor(1), [], id(self)
+        self._calls, self.cuda_stream = [], id(self)
 
     def enqueue(self, function, *args, **kwargs) -> Future:
-        if not self._calls:
-            self._started = threading.Event()
-            self._calls.append(self._thread.submit(self._started.wait))
-        self._calls.append(self._thread.submit(function, *args, **kwargs))
-        return self._calls[-1]
+        done = Future()
+        self._calls.append((done, functools.partial(function, *args, **kwargs)))
+        return done
 
     def wait_event(self, event: Event) -> None:
         # As it is recorded now: it may be recorded anew before this stream comes here.
         self.enqueue(event.recorded.result)
 
-    def start(self) -> None:
-        if self._calls:
-            self._started.set()
-
-    def synchronize(self) -> None:
-        """Raises what a call has raised."""
+    def run(self) -> list[Future]:
         calls, self._calls = self._calls, []
-        for call in calls:
-            call.result()
+        for done, call in calls:
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+        return [done for done, _ in calls]
 
 
 class Event:
@@ -200,18 +196,13 @@ class Enqueued:
         return call if callable(found) else found
 
 
-@functools.cache
-def _streams(most_ranks: int) -> tuple[list[Stream], list[Stream]]:
-    return [Stream() for _ in range(most_ranks)], [Stream() for _ in range(most_ranks)]
-
-
 class Host:
     """What a play of :mod:`virtual_ranks` needs of the host, named as in :class:`virtual_ranks.Gpu`."""
 
     device, event = torch.device("cpu"), Event
 
     def __init__(self, op, most_ranks: int = 8):
-        self.streams = _streams(most_ranks)
+        self.streams = tuple([Stream() for _ in range(most_ranks)] for _ in range(2))
         self._all = [*self.streams[0], *self.streams[1]]
         self.op = Enqueued(op, self._all)
 
@@ -224,7 +215,8 @@ class Host:
         """They are in memory already."""
 
     def synchronize(self) -> None:
-        for stream in self._all:
-            stream.start()
-        for stream in self._all:
-            stream.synchronize()
+        """Raises what a call has raised."""
+        with ThreadPoolExecutor(len(self._all)) as threads:
+            for calls in threads.map(Stream.run, self._all):
+                for call in calls:
+                    call.result()
