@@ -62,3 +62,11 @@ def op():
     from ds_tileoverlap.op_builder.tileoverlap import TileOverlapBuilder
 
     return TileOverlapBuilder().load()
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory):
+    """The operator emulated on the CPU."""
+    from emulated_op import build
+
+    return build(tmp_path_factory.mktemp("emulated"))

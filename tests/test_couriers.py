@@ -1,8 +1,10 @@
-"""Dispatch and return while their timing is attacked: virtual ranks on one GPU, then two GPUs; compared bit for bit.
+"""Dispatch and return while their timing is attacked: virtual ranks on one GPU or on the host, then two GPUs; compared
+bit for bit.
 
 That an attack would show a missing guard is proven by operators built without one: they give wrong sums, silently.
 """
 
+import functools
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import virtual_ranks
+from emulated_op import Host, build
 from models import mlp, ours, stock
 from virtual_ranks import GUARDS, HOME, STAGES, TOKENS, Late, ManyStreams, Use, play
 
@@ -28,7 +31,7 @@ PACKED, ALIGNED, MERGED = Returns(False, False, 1, 1), Returns(False, True, 2, 1
 SUMS, PANELS, ALIGNED_SUMS = Returns(True, False, 1, 1), Returns(True, False, 1, 2), Returns(True, True, 1, 4)
 ALL_RETURNS = [PACKED, ALIGNED, MERGED, SUMS, PANELS, ALIGNED_SUMS]
 LATE_MS = 100.0
-LIMIT_MS = 200.0
+LIMIT_MS, HOST_LIMIT_MS = 200.0, 1_000.0
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +60,33 @@ def broken(op, tmp_path_factory):
             process.close()
 
 
-def some_uses(seed, ranks, count, **options):
+def play_on_host(op, uses, start=0, late=None, absent=(), limit_ms=60_000.0):
+    """:func:`play` on the host, where kernels take longer."""
+    return play(uses, start, late, absent, limit_ms, Host(op))
+
+
+def fitting_host(use):
+    """The use with about a tenth of the tokens, and short sums in its products."""
+    return replace(use, lengths=tuple(-(-length // 10) for length in use.lengths), inner=24)
+
+
+@pytest.fixture(params=[pytest.param("GPU", marks=pytest.mark.gpu(1)), "host"])
+def anywhere(request):
+    """play(uses, start, ..) on a machine, a use that fits it, and the limit of a wait there that nothing ends."""
+    if request.param == "GPU":
+        return functools.partial(request.getfixturevalue("process"), play), lambda use: use, LIMIT_MS
+    return functools.partial(play_on_host, request.getfixturevalue("emulated")), fitting_host, HOST_LIMIT_MS
+
+
+LENGTHS = (0, 1, 37, 128, 300, 513)
+# Two ranks have experts of more than one band.
+HOST_LENGTHS = {2: (0, 1, 37, 300), 4: (0, 5, 47), 8: (0, 5, 20)}
+
+
+def some_uses(seed, ranks, count, lengths=LENGTHS, **options):
     """Uses with other tokens and routes each; some ranks have few tokens or none."""
     generator = random.Random(seed)
-    lengths = [tuple(generator.choice([0, 1, 37, 128, 300, 513]) for _ in range(ranks)) for _ in range(count)]
+    lengths = [tuple(generator.choice(lengths) for _ in range(ranks)) for _ in range(count)]
     options = {"num_experts": 4 * ranks, "top_k": min(4, 2 * ranks), **options}
     return [Use(length, seed=1 + 100 * seed + i, **options) for i, length in enumerate(lengths)]
 
@@ -196,11 +222,40 @@ def test_everything_changes_from_use_to_use(process, ranks, start):
     assert_right(process(play, uses, start))
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("returns", [PACKED, SUMS], ids=str)
-def test_a_token_of_32_choices(process, returns):
+def test_a_token_of_32_choices(anywhere, returns):
+    play, fitting, _ = anywhere
     uses = some_uses(3, 2, 2, returns=returns, num_experts=64, top_k=32, width=264)
-    assert_right(process(play, [*uses, Use((65, 200), returns, num_experts=64, top_k=32, width=264, seed=9)]))
+    uses.append(Use((65, 200), returns, num_experts=64, top_k=32, width=264, seed=9))
+    assert_right(play([fitting(use) for use in uses]))
+
+
+@pytest.mark.parametrize("returns", ALL_RETURNS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_everything_changes_from_use_to_use_on_the_host(emulated, ranks, returns):
+    """Rows and panels are wider than the couriers' memory, and every counter wraps on the way."""
+    uses = [
+        replace(
+            use,
+            stages=(STAGES, HOME, TOKENS)[i % 3],
+            comm_sms=(0, 4)[i % 2],
+            width=(1032, 520, 264)[i % 3],
+            inner=(24, 8, 72)[i % 3],
+            dtype=(torch.bfloat16, torch.float16)[i // 2 % 2],
+            top_k=(8, 3, 1)[i % 3],
+        )
+        for i, use in enumerate(some_uses(110 + ranks, ranks, 6, HOST_LENGTHS[ranks], returns=returns))
+    ]
+    assert_right(play_on_host(emulated, uses, -3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("inner,overlaps", [(264, True), (520, True), (2056, False)])
+def test_tokens_longer_than_the_memory_of_a_courier(emulated, inner, overlaps, dtype):
+    """Half of it is 1024 bytes for couriers of the emulated GEMM, and 4096 for those that have SMs of their own."""
+    options = dict(stages=TOKENS, dtype=dtype, overlaps_dispatch=overlaps, inner=inner, width=8)
+    uses = some_uses(5, 2, 4, HOST_LENGTHS[2], **options)
+    assert_right(play_on_host(emulated, uses, -3))
 
 
 MODES = [(HOME, PACKED, 0), (HOME, ALIGNED, 4), (STAGES, PANELS, 0), (HOME, SUMS, 4), (TOKENS, SUMS, 0)]
@@ -218,6 +273,13 @@ HITS = {"late couriers": lambda stages, comm_sms: comm_sms, "late reader": lambd
 ATTACKED_MODES = [(a, s, r, c) for a in ATTACKS for s, r, c in MODES if a not in HITS or HITS[a](s, c)]
 
 
+def late_places(attack, uses):
+    """All that an attack holds up."""
+    ranks = uses[0].num_ranks
+    places = [(u, rank, stage) for u in range(len(uses)) for rank in range(ranks) for stage in STAGES]
+    return {(u, r, s): ms for u, r, s in places if (ms := ATTACKS[attack](u, r, s, ranks - 1))}
+
+
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("traffic", ["all ways", "one way"])
 @pytest.mark.parametrize("attack,stages,returns,comm_sms", ATTACKED_MODES, ids=str)
@@ -226,24 +288,38 @@ def test_whatever_is_late(process, ranks, attack, stages, returns, comm_sms, tra
     at_home = (0,) if traffic == "one way" else ()
     options = dict(stages=stages, returns=returns, comm_sms=comm_sms, at_home=at_home)
     uses = [replace(use, lengths=(300,) * ranks) for use in some_uses(11, ranks, 6, **options)]
-    places = [(u, rank, stage) for u in range(len(uses)) for rank in range(ranks) for stage in STAGES]
-    late = {(u, r, s): ms for u, r, s in places if (ms := ATTACKS[attack](u, r, s, ranks - 1))}
-    assert_right(process(play, uses, 0, late))
+    assert_right(process(play, uses, 0, late_places(attack, uses)))
 
 
-def attack_on(guard, stages, returns):
+@pytest.mark.parametrize("attack,stages,returns,comm_sms", ATTACKED_MODES, ids=str)
+@pytest.mark.parametrize("ranks,at_home", [(2, (0,)), (4, ())], ids=["2 ranks, one way", "4 ranks, all ways"])
+def test_whatever_is_late_on_the_host(emulated, ranks, at_home, attack, stages, returns, comm_sms):
+    options = dict(stages=stages, returns=returns, comm_sms=comm_sms, at_home=at_home)
+    uses = [fitting_host(replace(use, lengths=(200,) * ranks)) for use in some_uses(11, ranks, 4, **options)]
+    assert_right(play_on_host(emulated, uses, 0, late_places(attack, uses)))
+
+
+# Rank 0 has much to do from its first panel of two to its second, and little to send of each.
+LONG_PANELS = dict(comm_sms=4, num_experts=128, width=1024, inner=2048)
+HOST_LONG_PANELS = dict(lengths=(120, 16), at_home=(0,), width=1024, inner=2048)
+
+
+def attack_on(guard, stages, returns, lengths=(300, 260), late_ms=LATE_MS, long_panels=LONG_PANELS):
     """Uses and delays under which nothing but the guard keeps a result right, and the result that is wrong without."""
-    uses = [Use((300, 260), returns, stages, seed=20 + i) for i in range(4)]
+    uses = [Use(lengths, returns, stages, seed=20 + i) for i in range(4)]
+    if guard == "sums load ahead from ready panels":
+        # Couriers that have waited for the first panel are through with it before the second one is made.
+        return [replace(uses[0], **long_panels)], {(0, 0, "gemm"): late_ms}, (0, 1, "sums")
     if guard == "couriers wait for consumed":
         # Only rank 0 sends anything: it does not wait for the other before it writes to a half once more.
-        return [replace(use, at_home=(0,)) for use in uses], {(0, 1, "sum"): 2 * LATE_MS}, (0, 1, "sums")
+        return [replace(use, at_home=(0,)) for use in uses], {(0, 1, "sum"): 2 * late_ms}, (0, 1, "sums")
     if stages == TOKENS:
         result = "gathered" if guard == "couriers wait for arrived" else "hidden"
-        return uses, {(0, 1, "project"): LATE_MS}, (0, 0, result)
+        return uses, {(0, 1, "project"): late_ms}, (0, 0, result)
     if guard == "the sum waits for arrived":
-        return uses, {(0, 1, "gemm"): LATE_MS}, (0, 0, "sums")
+        return uses, {(0, 1, "gemm"): late_ms}, (0, 0, "sums")
     late = 1 if guard == "signals are stamped with the epoch" else 0
-    return [replace(use, comm_sms=4) for use in uses], {(late, 0, "gemm"): LATE_MS}, (late, 1, "sums")
+    return [replace(use, comm_sms=4) for use in uses], {(late, 0, "gemm"): late_ms}, (late, 1, "sums")
 
 
 # Sums do not read ready signals, as tiles are counted for them. Tokens that go out wait for no tile, nor for a peer to
@@ -258,7 +334,14 @@ ATTACKED = [
     ("the sum waits for arrived", HOME, PACKED),
     ("the sum waits for arrived", HOME, SUMS),
     ("signals are stamped with the epoch", HOME, PACKED),
+    ("sums load ahead from ready panels", HOME, PANELS),
 ]
+
+
+def assert_needed(outcome, hit):
+    """The outcome of an attack without its guard."""
+    assert all(failure[0] == 0 for failure in outcome.failures), outcome
+    assert hit in outcome.wrong, f"the attack does no harm without the guard: {outcome}"
 
 
 @pytest.mark.gpu(1)
@@ -266,9 +349,23 @@ ATTACKED = [
 def test_every_guard_is_needed(process, broken, guard, stages, returns):
     uses, late, hit = attack_on(guard, stages, returns)
     assert_right(process(play, uses, 0, late))
-    outcome = broken[guard](play, uses, 0, late)
-    assert all(failure[0] == 0 for failure in outcome.failures), outcome
-    assert hit in outcome.wrong, f"the attack does no harm without the guard: {outcome}"
+    assert_needed(broken[guard](play, uses, 0, late), hit)
+
+
+@pytest.fixture(scope="module")
+def emulated_without(tmp_path_factory):
+    return functools.cache(lambda guard: build(tmp_path_factory.mktemp("without"), GUARDS[guard]))
+
+
+# The emulation has a GEMM of its own.
+EMULATED = [case for case in ATTACKED if all(name != "expert_gemm.cu" for name, *_ in GUARDS[case[0]])]
+
+
+@pytest.mark.parametrize("guard,stages,returns", EMULATED, ids=str)
+def test_every_guard_is_needed_on_the_host(emulated, emulated_without, guard, stages, returns):
+    uses, late, hit = attack_on(guard, stages, returns, (30, 26), 300.0, HOST_LONG_PANELS)
+    assert_right(play_on_host(emulated, uses, 0, late))
+    assert_needed(play_on_host(emulated_without(guard), uses, 0, late), hit)
 
 
 def test_every_guard_is_attacked():
@@ -280,70 +377,70 @@ def test_every_guard_is_attacked():
 TILE_READY, PEER_CONSUMED, ROWS_ARRIVED, PEER_BEGAN = 1, 2, 3, 6
 
 
-def assert_in_time(elapsed_ms):
+def assert_in_time(elapsed_ms, limit_ms):
     """One limit and what the kernels take; not one limit after the other."""
-    assert 0.9 * LIMIT_MS <= elapsed_ms <= 2.0 * LIMIT_MS, elapsed_ms
+    assert 0.9 * limit_ms <= elapsed_ms <= 2.0 * limit_ms, elapsed_ms
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("returns,comm_sms", [(PACKED, 0), (SUMS, 4)], ids=str)
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_rank_that_never_comes(process, ranks, returns, comm_sms):
-    use = Use((100,) * ranks, returns, comm_sms=comm_sms, num_experts=2 * ranks, skew=0.0)
+def test_a_rank_that_never_comes(anywhere, ranks, returns, comm_sms):
+    play, fitting, limit_ms = anywhere
+    use = fitting(Use((100,) * ranks, returns, comm_sms=comm_sms, num_experts=2 * ranks, skew=0.0))
     last = ranks - 1
-    outcome = process(play, [use], 0, None, {(0, last, stage) for stage in STAGES}, LIMIT_MS)
+    outcome = play([use], 0, None, {(0, last, stage) for stage in STAGES}, limit_ms)
     due = virtual_ranks.received_rows(use, virtual_ranks.place(virtual_ranks.routes_of(use), use.num_experts))
     for rank in range(last):
         target = int(due[rank, last]) * use.row_bytes // 16
         assert target and outcome.failures[rank] == (ROWS_ARRIVED, last, 0, target, 0), outcome
         assert (0, rank) in outcome.nan, "nobody may train on sums without all their rows"
-        assert_in_time(outcome.elapsed_ms[rank])
+        assert_in_time(outcome.elapsed_ms[rank], limit_ms)
     assert outcome.failures[last][0] == 0 and not outcome.left, outcome
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("returns,comm_sms", [(PACKED, 0), (SUMS, 4)], ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_peers_that_never_read(process, ranks, returns, comm_sms):
+def test_peers_that_never_read(anywhere, ranks, returns, comm_sms):
     """Rank 0 gets nothing from the others and comes to the third use; until then both halves were free."""
+    play, fitting, limit_ms = anywhere
     options = dict(returns=returns, comm_sms=comm_sms, num_experts=4 * ranks, width=2056, at_home=(0,))
-    uses = [Use((600,) * ranks, seed=40 + i, **options) for i in range(3)]
+    uses = [fitting(Use((600,) * ranks, seed=40 + i, **options)) for i in range(3)]
     absent = {(u, rank, stage) for u in range(3) for rank in range(1, ranks) for stage in STAGES}
-    outcome = process(play, uses, 0, None, absent, LIMIT_MS)
+    outcome = play(uses, 0, None, absent, limit_ms)
     kind, peer, _, expected, seen = outcome.failures[0]
     assert kind == PEER_CONSUMED and 1 <= peer < ranks and (expected, seen) == (1, 0), outcome
     # What was done before is right; nobody may train on what comes after a wait that was given up.
     assert not any((u, 0, "sums") in outcome.wrong for u in range(2)) and not outcome.left, outcome
     assert (2, 0) in outcome.nan, outcome
-    assert_in_time(outcome.elapsed_ms[0])
+    assert_in_time(outcome.elapsed_ms[0], limit_ms)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("returns", [PACKED, ALIGNED, SUMS, PANELS], ids=str)
-def test_a_gemm_that_never_comes(process, returns):
-    use = Use((300, 300), returns, comm_sms=4)
-    outcome = process(play, [use], 0, None, {(0, 0, "gemm")}, LIMIT_MS)
+def test_a_gemm_that_never_comes(anywhere, returns):
+    play, fitting, limit_ms = anywhere
+    use = fitting(Use((300, 300), returns, comm_sms=4))
+    outcome = play([use], 0, None, {(0, 0, "gemm")}, limit_ms)
     assert outcome.failures[0][:2] == (TILE_READY, 0), outcome
     assert outcome.failures[1][:2] == (ROWS_ARRIVED, 0), outcome
     assert {(0, 0), (0, 1)} <= outcome.nan and not outcome.left, outcome
     for elapsed_ms in outcome.elapsed_ms:
-        assert_in_time(elapsed_ms)
+        assert_in_time(elapsed_ms, limit_ms)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("absent", [TOKENS, TOKENS[1:]], ids=str)
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_tokens_that_never_come(process, ranks, absent, overlaps):
+def test_tokens_that_never_come(anywhere, ranks, absent, overlaps):
     """A rank that does not begin is missed before any GEMM starts, one that does not send under it: both are named."""
-    use = Use((100,) * ranks, stages=TOKENS, overlaps_dispatch=overlaps, num_experts=2 * ranks, skew=0.0)
+    play, fitting, limit_ms = anywhere
+    use = fitting(Use((100,) * ranks, stages=TOKENS, overlaps_dispatch=overlaps, num_experts=2 * ranks, skew=0.0))
     last, placed = ranks - 1, virtual_ranks.place(virtual_ranks.routes_of(use), use.num_experts)
-    outcome = process(play, [use], 0, None, {(0, last, stage) for stage in absent}, LIMIT_MS)
+    outcome = play([use], 0, None, {(0, last, stage) for stage in absent}, limit_ms)
     for rank in range(last):
         target = int(virtual_ranks.received_rows(use, placed, of_tokens=True)[rank, last]) * use.token_bytes // 16
         named = (PEER_BEGAN, last, 0, 1, 0) if absent == TOKENS else (ROWS_ARRIVED, last, 0, target, 0)
         assert target and outcome.failures[rank] == named, outcome
-        assert_in_time(outcome.elapsed_ms[rank])
+        assert_in_time(outcome.elapsed_ms[rank], limit_ms)
     assert outcome.failures[last][0] == 0 and not outcome.left, outcome
 
 

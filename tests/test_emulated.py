@@ -25,8 +25,8 @@ ERRORS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.fixture(scope="module")
-def op(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("emulated"))
+def op(emulated):
+    return emulated
 
 
 class ThreadPools:
@@ -346,7 +346,7 @@ def test_every_guard_is_needed(op, monkeypatch, tmp_path, guard):
         return pools.run(function, layers, 2, *arguments)
 
     expected = run(op, _deep, {})
-    broken = build(tmp_path, GUARDS[guard]) if guard else op
+    broken = build(tmp_path, [GUARDS[guard]]) if guard else op
     if guard == "routes are read after they came":
         # Positions out of range would be written to: only the layout may run.
         plans = ThreadPools(2, broken).run(_late_layout)

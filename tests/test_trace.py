@@ -25,8 +25,8 @@ INNER = 304
 
 
 @pytest.fixture(scope="module")
-def op(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("traced"))
+def op(emulated):
+    return emulated
 
 
 class Ranges:
@@ -218,7 +218,7 @@ def check_return(stage, place, timelines, plan):
 )
 def test_a_wrong_order_shows(monkeypatch, tmp_path, guard, order):
     recordings, plans, _ = record(
-        build(tmp_path, GUARDS[guard]), monkeypatch, 2, Gated(H, INNER), {"combine": "sums"}, slow=True
+        build(tmp_path, [GUARDS[guard]]), monkeypatch, 2, Gated(H, INNER), {"combine": "sums"}, slow=True
     )
     with pytest.raises(AssertionError, match=order):
         check([Timeline(recording, 0) for recording in recordings], plans, True)

@@ -3,6 +3,8 @@
 The kernels know nothing of ranks but addresses, so a peer may as well be a neighbour on the same GPU. All values are
 small integers: every sum is exact in 16 bits whatever its order, and results are compared bit for bit.
 
+The machine may also be the host: see :class:`emulated_op.Host`, which has the same as :class:`Gpu`.
+
 Letters: W ranks, E experts, E_local = E / W, T tokens of a rank, k = top_k, R rows of a rank's GEMM, K and N its sizes.
 """
 
@@ -292,32 +294,31 @@ def slots_of(use: Use, placed: Placement, routes: Sequence[torch.Tensor], rank: 
 # --- the ranks --------------------------------------------------------------------------------------------------------
 
 
-def _words(count: int, value: int) -> torch.Tensor:
-    return torch.full((count,), value, dtype=torch.int32, device=DEVICE)
-
-
-def _addresses(addresses) -> torch.Tensor:
-    return torch.tensor(list(addresses), dtype=torch.int64, device=DEVICE)
+def _words(count: int, value: int, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), value, dtype=torch.int32, device=device)
 
 
 class VirtualChannel:
     """One rank's end of one kind of row, named as :class:`ds_tileoverlap.buffer.Channel`."""
 
     def __init__(self, rank: int, size: int, capacity_bytes: int, start: int, failure: torch.Tensor):
-        self.rank, self.capacity_bytes, self._failure = rank, capacity_bytes, failure
-        self.epoch = _words(1, start)
-        self.claimed, self.placed, self.finished = (_words(1, 0) for _ in range(3))
-        self.targets, self.arrived, self.consumed, self.began = (_words(size, start) for _ in range(4))
+        self.rank, self.capacity_bytes, self._failure, device = rank, capacity_bytes, failure, failure.device
+        self.epoch = _words(1, start, device)
+        self.claimed, self.placed, self.finished = (_words(1, 0, device) for _ in range(3))
+        self.targets, self.arrived, self.consumed, self.began = (_words(size, start, device) for _ in range(4))
         # All bits set is NaN in both dtypes: what is read before it has come does not go unnoticed.
-        self.buffer = torch.full((2 * capacity_bytes + GUARD_WORDS,), 255, dtype=torch.uint8, device=DEVICE)
+        self.buffer = torch.full((2 * capacity_bytes + GUARD_WORDS,), 255, dtype=torch.uint8, device=device)
 
     def meet(self, everyone: Sequence[VirtualChannel]) -> None:
         """Learns the addresses of the others."""
-        self.peer_buffers = _addresses(peer.buffer.data_ptr() for peer in everyone)
+        self.peer_buffers = self._addresses(peer.buffer.data_ptr() for peer in everyone)
         self.peer_arrived, self.peer_consumed, self.peer_began = (
-            _addresses(getattr(peer, name).data_ptr() + 4 * self.rank for peer in everyone)
+            self._addresses(getattr(peer, name).data_ptr() + 4 * self.rank for peer in everyone)
             for name in ("arrived", "consumed", "began")
         )
+
+    def _addresses(self, addresses) -> torch.Tensor:
+        return torch.tensor(list(addresses), dtype=torch.int64, device=self._failure.device)
 
     def _arguments(self, *names: str) -> dict[str, int]:
         words = {name: getattr(self, name).data_ptr() for name in (*names, "epoch")}
@@ -336,40 +337,65 @@ class VirtualChannel:
 class VirtualRank:
     """One rank's words, channels and streams, named as in :class:`ds_tileoverlap.buffer.Pool`."""
 
-    def __init__(self, rank: int, size: int, capacities: Sequence[int], num_signals: int, start: int):
-        self.device, self.rank, self.trace = DEVICE, rank, 0
-        self.claimed_items, self.failure = _words(1, 0), _words(5, 0)
+    def __init__(self, machine, rank: int, size: int, capacities: Sequence[int], num_signals: int, start: int):
+        self.machine, self.device, self.rank, self.trace = machine, machine.device, rank, 0
+        self.claimed_items, self.failure = _words(1, 0, self.device), _words(5, 0, self.device)
         self.tokens, self.returns = (VirtualChannel(rank, size, bytes_, start, self.failure) for bytes_ in capacities)
-        self.signals = _words(num_signals + GUARD_WORDS, start)
-        self.main, self.stream = _streams()[0][rank], _streams()[1][rank]
-        self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
-        self.began, self.ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.signals = _words(num_signals + GUARD_WORDS, start, self.device)
+        self.main, self.stream = (streams[rank] for streams in machine.streams)
+        self.forked, self.joined = machine.event(), machine.event()
+        self.began, self.ended = machine.event(enable_timing=True), machine.event(enable_timing=True)
+
+
+class Gpu:
+    """What a play needs of the machine that it runs on."""
+
+    device, event, synchronize = DEVICE, torch.cuda.Event, staticmethod(torch.cuda.synchronize)
+
+    @property
+    def op(self):
+        return operator()
+
+    @functools.cached_property
+    def streams(self) -> tuple[list[torch.cuda.Stream], list[torch.cuda.Stream]]:
+        """Every rank's main stream and the stream of its couriers: the same ones for all tests of a process."""
+        most = max(SMS_OF_RANK)
+        return [torch.cuda.Stream() for _ in range(most)], [torch.cuda.Stream(priority=-1) for _ in range(most)]
+
+    @staticmethod
+    def sleep(stream: torch.cuda.Stream, ms: float) -> None:
+        """Holds a stream up for about so long."""
+        if ms:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(int(ms * CYCLES_PER_MS))
+
+    @staticmethod
+    def load_kernels() -> None:
+        _load_kernels()
+
+
+GPU = Gpu()
 
 
 @functools.cache
-def _streams() -> tuple[list[torch.cuda.Stream], list[torch.cuda.Stream]]:
-    """Every rank's main stream and the stream of its couriers: the same ones for all tests of a process."""
-    most = max(SMS_OF_RANK)
-    return [torch.cuda.Stream() for _ in range(most)], [torch.cuda.Stream(priority=-1) for _ in range(most)]
-
-
-def sleep(stream: torch.cuda.Stream, ms: float) -> None:
-    """Holds a stream up for about so long."""
-    if ms:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(int(ms * CYCLES_PER_MS))
+def _load_kernels() -> None:
+    """Loads every kernel of a play before the first one waits: loading may wait for those that run."""
+    rank = VirtualRank(GPU, 0, 1, (0, 0), 0, 0)
+    overlap_group._load_kernels(operator(), rank)
+    GPU.sleep(rank.main, 0.001)
+    torch.cuda.synchronize()
 
 
 def streams_that_hold_up_others(ms: float) -> list[int]:
     """Which of the streams keep any of the others waiting while two of their own kernels run one after the other."""
-    streams, found = [*_streams()[0], *_streams()[1]], []
+    streams, found = [*GPU.streams[0], *GPU.streams[1]], []
     for i, stream in enumerate(streams):
-        sleep(stream, ms)
-        sleep(stream, ms)
+        GPU.sleep(stream, ms)
+        GPU.sleep(stream, ms)
         last = torch.cuda.Event()
         last.record(stream)
         for other in streams[:i] + streams[i + 1 :]:
-            sleep(other, 0.001)
+            GPU.sleep(other, 0.001)
             other.synchronize()
         if last.query():
             found.append(i)
@@ -408,47 +434,47 @@ class Job:
     expected: dict[str, torch.Tensor]
 
 
-def _untouched(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[num_rows + guard, width] of NaN."""
-    bits = torch.full((num_rows + GUARD_ROWS, width), UNTOUCHED, dtype=torch.int16, device=DEVICE)
-    return bits.view(dtype)
+def _untouched(like: torch.Tensor) -> torch.Tensor:
+    """[rows + guard, width] of NaN."""
+    shape = (len(like) + GUARD_ROWS, like.shape[1])
+    return torch.full(shape, UNTOUCHED, dtype=torch.int16, device=like.device).view(like.dtype)
 
 
-def _jobs(use: Use, placed: Placement, routes: Sequence[torch.Tensor]) -> list[Job]:
+def _jobs(machine, use: Use, placed: Placement, routes: Sequence[torch.Tensor]) -> list[Job]:
     """One a rank."""
-    tokens = [tokens_of(use, rank, DEVICE) for rank in range(use.num_ranks)]
-    weights, counts = weights_of(use, DEVICE), placed.counts.to(DEVICE)
-    return [_job(use, placed, routes, rank, tokens, weights, counts) for rank in range(use.num_ranks)]
+    tokens = [tokens_of(use, rank, machine.device) for rank in range(use.num_ranks)]
+    weights, counts = weights_of(use, machine.device), placed.counts.to(machine.device)
+    return [_job(machine, use, placed, routes, rank, tokens, weights, counts) for rank in range(use.num_ranks)]
 
 
-def _job(use: Use, placed: Placement, routes, rank: int, tokens, weights, counts) -> Job:
-    local, rows = use.num_experts // use.num_ranks, placed.rows_of(rank, tokens)
+def _job(machine, use: Use, placed: Placement, routes, rank: int, tokens, weights, counts) -> Job:
+    device, local, rows = machine.device, use.num_experts // use.num_ranks, placed.rows_of(rank, tokens)
     mine = weights[rank * local : (rank + 1) * local].clone()
     products = products_of(rows, placed.expert_counts(rank), mine)
     expected = {"gathered": rows, "hidden": products, "outputs": products}
     expected["sums"] = expected_sums(tokens[rank], routes[rank], weights)
-    results = {name: _untouched(len(value), value.shape[1], use.dtype) for name, value in expected.items()}
-    sources = placed.row_sources[rank].to(DEVICE)
+    results = {name: _untouched(value) for name, value in expected.items()}
+    sources = placed.row_sources[rank].to(device)
     own_first, own_end = (int(placed.sends[:end, rank].sum()) for end in (rank, rank + 1))
     is_own = (sources >= own_first) & (sources < own_end)
     results["gathered"][: len(rows)][is_own] = rows[is_own]
-    arrivals, tiles = (tables_of(use, placed, rank, DEVICE, returns) for returns in (ARRIVALS, use.returns))
+    arrivals, tiles = (tables_of(use, placed, rank, device, returns) for returns in (ARRIVALS, use.returns))
     return Job(
         x=tokens[rank],
         rows=rows,
         weights=mine,
-        maps=WeightMaps().of(operator(), "test", [(0, local, mine)], use.dtype, transposed=False),
+        maps=WeightMaps().of(machine.op, "test", [(0, local, mine)], use.dtype, transposed=False),
         counts=counts,
-        choice_rows=placed.choice_rows[rank].to(DEVICE),
+        choice_rows=placed.choice_rows[rank].to(device),
         row_sources=sources,
-        sent_tokens=placed.sent_tokens[rank].to(DEVICE),
+        sent_tokens=placed.sent_tokens[rank].to(device),
         own_first=own_first,
         own_end=own_end,
-        slots=slots_of(use, placed, routes, rank).to(DEVICE),
+        slots=slots_of(use, placed, routes, rank).to(device),
         arrivals=arrivals,
         tiles=tiles,
-        missing=_words(arrivals.band_parts.numel() + GUARD_WORDS, UNTOUCHED),
-        panel_left=_words(tiles.panel_tiles.numel() + GUARD_WORDS, UNTOUCHED),
+        missing=_words(arrivals.band_parts.numel() + GUARD_WORDS, UNTOUCHED, device),
+        panel_left=_words(tiles.panel_tiles.numel() + GUARD_WORDS, UNTOUCHED, device),
         **results,
         expected=expected,
     )
@@ -462,7 +488,7 @@ class Enqueuer:
         self._limit_ns, self._is_half, self._num_sms = limit_ns, use.dtype == torch.float16, SMS_OF_RANK[use.num_ranks]
 
     def _comes(self, stage: str, stream: torch.cuda.Stream | None = None) -> bool:
-        sleep(stream or self._me.main, self._late.get(stage, 0))
+        self._me.machine.sleep(stream or self._me.main, self._late.get(stage, 0))
         return stage not in self._absent
 
     def _begin(
@@ -588,6 +614,7 @@ def play(
     late: Mapping[tuple[int, int, str], float] | None = None,
     absent: Collection[tuple[int, int, str]] = (),
     limit_ms: float = 5_000.0,
+    machine=GPU,
 ) -> Outcome:
     """Runs the uses one after the other on every rank, all ranks at once and without synchronising in between.
 
@@ -596,20 +623,21 @@ def play(
         late: (use, rank, stage) -> milliseconds by which a kernel is held up.
         absent: (use, rank, stage) of the kernels that never come.
         limit_ms: the deadline of every wait.
+        machine: :class:`Gpu` or what has the same.
     """
-    op, size, late = operator(), uses[0].num_ranks, late or {}
+    op, size, late = machine.op, uses[0].num_ranks, late or {}
     routes = [routes_of(use) for use in uses]
     placed = [place(chosen, use.num_experts) for use, chosen in zip(uses, routes)]
-    jobs = [_jobs(use, p, chosen) for use, p, chosen in zip(uses, placed, routes)]
+    jobs = [_jobs(machine, use, p, chosen) for use, p, chosen in zip(uses, placed, routes)]
     came = [_bytes_that_come(use, p) for use, p in zip(uses, placed)]
     capacities = [max(int(of_use[name].sum(1).max()) for of_use in came) for name in CHANNELS]
     num_signals = max(job.tiles.num_bands * use.column_tiles * 2 for use, own in zip(uses, jobs) for job in own)
-    ranks = [VirtualRank(r, size, capacities, num_signals, start) for r in range(size)]
+    ranks = [VirtualRank(machine, r, size, capacities, num_signals, start) for r in range(size)]
     for name in CHANNELS:
         for rank in ranks:
             getattr(rank, name).meet([getattr(peer, name) for peer in ranks])
-    _load_kernels()
-    torch.cuda.synchronize()
+    machine.load_kernels()
+    machine.synchronize()
 
     # From here to the end no kernel of torch is launched for the first time, and no memory is asked for.
     for rank in ranks:
@@ -625,7 +653,7 @@ def play(
                 enqueuer.bring_home()
     for rank in ranks:
         rank.ended.record(rank.main)
-    torch.cuda.synchronize()
+    machine.synchronize()
 
     outcome = Outcome([tuple(word & 0xFFFFFFFF for word in rank.failure.tolist()) for rank in ranks])
     outcome.elapsed_ms = [rank.began.elapsed_time(rank.ended) for rank in ranks]
@@ -730,6 +758,7 @@ GUARDS = {
     "signals are stamped with the epoch": [
         ("expert_gemm.cu", "tile.column_tile) * 2 + group, epoch);", "tile.column_tile) * 2 + group, 0x40000000u);")
     ],
+    "sums load ahead from ready panels": [("courier.cuh", "next.panel == ready", "next.panel >= 0")],
 }
 _operators: list = []
 
@@ -770,15 +799,6 @@ def build_without(guard: str, folder: str) -> None:
     _operators.append(module)
 
 
-@functools.cache
-def _load_kernels() -> None:
-    """Loads every kernel of a play before the first one waits: loading may wait for those that run."""
-    rank = VirtualRank(0, 1, (0, 0), 0, 0)
-    overlap_group._load_kernels(operator(), rank)
-    sleep(rank.main, 0.001)
-    torch.cuda.synchronize()
-
-
 class Late:
     """An operator whose kernels are held up: name of a function -> milliseconds, on the stream that it is given."""
 
@@ -793,7 +813,7 @@ class Late:
         def call(*shared, **arguments):
             # The stream is the last of what comes without a name.
             is_side = shared[-1] == self._side.cuda_stream
-            sleep(self._side if is_side else torch.cuda.current_stream(), self._delays[name])
+            GPU.sleep(self._side if is_side else torch.cuda.current_stream(), self._delays[name])
             return found(*shared, **arguments)
 
         return call
