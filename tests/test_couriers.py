@@ -378,8 +378,10 @@ TILE_READY, PEER_CONSUMED, ROWS_ARRIVED, PEER_BEGAN = 1, 2, 3, 6
 
 
 def assert_in_time(elapsed_ms, limit_ms):
-    """One limit and what the kernels take; not one limit after the other."""
-    assert 0.9 * limit_ms <= elapsed_ms <= 2.0 * limit_ms, elapsed_ms
+    """One limit and what the kernels take; not one limit after the other, of which eight ranks would need seven."""
+    # The threads of the host share its cores with whatever else runs there.
+    most = 4.0 if limit_ms == HOST_LIMIT_MS else 2.0
+    assert 0.9 * limit_ms <= elapsed_ms <= most * limit_ms, elapsed_ms
 
 
 @pytest.mark.parametrize("returns,comm_sms", [(PACKED, 0), (SUMS, 4)], ids=str)
