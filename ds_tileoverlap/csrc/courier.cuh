@@ -128,7 +128,6 @@ template <typename Memory>
 class Pieces {
 public:
     using Note = typename Memory::Note;
-    static constexpr int HALF = Memory::HALF_BYTES;
 
     __device__ explicit Pieces(Memory& memory) : memory(memory) {
         if (threadIdx.x % 32 == 0) {
