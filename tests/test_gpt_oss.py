@@ -254,18 +254,11 @@ def wide_model(device, **sizes):
 
 
 def misses(got, in_bf16, exact, steps=1):
-    """The results further from float32's than bf16 explains: name -> (error, noise).
-
-    The attention's sinks are left out: four numbers that are sums over all tokens of what nearly cancels, so that one
-    route that falls otherwise changes them by half (seen on GPUs). All other weights before a block look at the same
-    gradient.
-    """
+    """The results further from float32's than bf16 explains: name -> (error, noise)."""
     errors, noise = relative_errors(got, exact), relative_errors(in_bf16, exact)
     least = LEAST_NOISE * steps**0.5
     return {
-        name: (error, noise[name])
-        for name, error in errors.items()
-        if error > NOISE_FACTOR * max(noise[name], least) and not name.endswith(".sinks")
+        name: (error, noise[name]) for name, error in errors.items() if error > NOISE_FACTOR * max(noise[name], least)
     }
 
 
