@@ -238,10 +238,11 @@ LENGTH, BF16_STEPS = 257, 4
 ADAMW = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}
 BF16_ADAMW = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
 # What bf16 does to a result is as large, not the same, in two ways to compute it. It is therefore measured, as the
-# distance of plain transformers in bf16 from float32, and a multiple of it is allowed. Routes that nearly tie fall
-# otherwise in each way; a few of them move a result by LEAST_NOISE, whether or not they did so in the measurement, and
-# those of several steps by the root of their number times as much.
-NOISE_FACTOR, LEAST_NOISE = 3.0, 3e-2
+# largest distance from float32 of plain transformers in bf16, rounded in ROUNDINGS ways, and a multiple is allowed.
+# (Sums that nearly cancel, as gradients of the attention's sinks, are six times as far off in one way as in another.)
+# Routes that nearly tie fall otherwise in each way; a few of them move a result by LEAST_NOISE, whether or not they did
+# so in the measurement, and those of several steps by the root of their number times as much.
+NOISE_FACTOR, LEAST_NOISE, ROUNDINGS = 3.0, 3e-2, 5
 
 
 def wide_model(device, **sizes):
@@ -254,8 +255,13 @@ def wide_model(device, **sizes):
 
 
 def misses(got, in_bf16, exact, steps=1):
-    """The results further from float32's than bf16 explains: name -> (error, noise)."""
-    errors, noise = relative_errors(got, exact), relative_errors(in_bf16, exact)
+    """The results further from float32's than bf16 explains: name -> (error, noise).
+
+    Args:
+        in_bf16: several results, rounded in different ways.
+    """
+    errors, found = relative_errors(got, exact), [relative_errors(results, exact) for results in in_bf16]
+    noise = {name: max(each[name] for each in found) for name in exact}
     least = LEAST_NOISE * steps**0.5
     return {
         name: (error, noise[name]) for name, error in errors.items() if error > NOISE_FACTOR * max(noise[name], least)
@@ -281,6 +287,24 @@ def plain_results(model):
         logits = model(input_ids=batch(0, length=LENGTH).to(model.device)).logits
     names, parameters = zip(*model.named_parameters())
     return {"logits": logits, **dict(zip(names, torch.autograd.grad(plain_loss(model, 0, LENGTH), parameters)))}
+
+
+def rounded_otherwise(model, seed):
+    """A copy in bf16 of a plain model; with a seed, outputs and gradients of its MoE blocks are off by up to 2**-8."""
+    model, generator = copy.deepcopy(model).bfloat16(), torch.Generator().manual_seed(seed)
+
+    def off(value):
+        by = (torch.rand(value.shape, generator=generator).to(value.device) - 0.5) * 2**-7
+        return (value.float() * (1 + by)).to(value.dtype)
+
+    def forward(block, inputs, outputs):
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(off)
+        return (off(outputs[0]), *outputs[1:])
+
+    for block in (module for module in model.modules() if isinstance(module, gpt_oss.GptOssMLP) and seed):
+        block.register_forward_hook(forward)
+    return model
 
 
 def results_of(engine, backend):
@@ -314,7 +338,8 @@ def without(fault, model):
 
 def _bf16_gradients(device, backends, sizes):
     plain = wide_model(device, **sizes)
-    exact, in_bf16 = plain_results(plain), plain_results(copy.deepcopy(plain).bfloat16())
+    exact = plain_results(plain)
+    in_bf16 = [plain_results(rounded_otherwise(plain, seed)) for seed in range(ROUNDINGS)]
     assert_told_from_nothing(in_bf16, exact)
     for fault in ("limit", "gate_up_proj_bias", "down_proj_bias"):
         assert misses(plain_results(without(fault, plain)), in_bf16, exact), f"experts without {fault} would pass"
@@ -382,13 +407,13 @@ def _trains_in_bf16(device, backends, zero, sizes):
         return {"losses": losses, **{name: value.to(device).float() - start[name] for name, value in state.items()}}
 
     exact, in_bf16 = (results(*plain_training(plain, dtype, zero)) for dtype in (torch.float32, torch.bfloat16))
-    assert_told_from_nothing(in_bf16, exact, BF16_STEPS)
+    assert_told_from_nothing([in_bf16], exact, BF16_STEPS)
     for backend in backends:
         engine = engine_of(copy.deepcopy(plain), 2, backend, zero, BF16_ADAMW, bf16=True)
         losses, state = training_of(engine, backend)
         got = results(losses, state or {})
         assert comm.get_rank() == 1 or got.keys() == exact.keys()
-        missed = misses(got, in_bf16, {name: exact[name] for name in got}, BF16_STEPS)
+        missed = misses(got, [in_bf16], {name: exact[name] for name in got}, BF16_STEPS)
         assert not missed, (backend, missed)
 
 
