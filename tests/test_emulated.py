@@ -310,7 +310,7 @@ GUARDS = {
         "        if (false) {",
     ),
     "couriers wait for finished tiles": (
-        "courier.cuh",
+        "sums.cuh",
         "if (panel == ready || !courier.in_time) return;",
         "return;",
     ),

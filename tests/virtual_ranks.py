@@ -735,7 +735,7 @@ def _compare(outcome: Outcome, what: str, words: torch.Tensor, expected: list[in
 GUARDS = {
     "couriers wait for ready signals": [
         ("courier.cuh", "if (ready != part.segment && courier.in_time) {", "if (false) {"),
-        ("courier.cuh", "if (panel == ready || !courier.in_time) return;", "return;"),
+        ("sums.cuh", "if (panel == ready || !courier.in_time) return;", "return;"),
     ],
     "couriers wait for consumed": [
         (
@@ -758,7 +758,7 @@ GUARDS = {
     "signals are stamped with the epoch": [
         ("expert_gemm.cu", "tile.column_tile) * 2 + group, epoch);", "tile.column_tile) * 2 + group, 0x40000000u);")
     ],
-    "sums load ahead from ready panels": [("courier.cuh", "next.panel == ready", "next.panel >= 0")],
+    "sums load ahead from ready panels": [("sums.cuh", "next.panel == ready", "next.panel >= 0")],
 }
 _operators: list = []
 

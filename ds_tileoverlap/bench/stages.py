@@ -175,13 +175,14 @@ class Stages:
         arms = {"serial": lambda: dist.all_to_all_single(home, self.grouped_mm(rows, operand), received, sent)}
         for how in ("rows", "sums"):
             plan = self.plan_of(how)
-            plan = plan.but(slots=plan.slots[:1])
-            for num_sms in comm_sms:
-                run = self.run_of(plan, operand.width, plan.returns, num_sms)
-                arms[f"{how} {num_sms}"] = lambda plan=plan, run=run: overlap_stages.return_while_computed(
-                    [(rows, operand)], plan, run, nullcontext, "combine"
-                )
+            arms |= {f"{how} {num_sms}": self.return_only(plan, operand, rows, num_sms) for num_sms in comm_sms}
         return arms
+
+    def return_only(self, plan, operand: Operand, rows: torch.Tensor, comm_sms: int = 0) -> Callable:
+        """A call of the return by a plan, with one token's sum."""
+        plan = plan.but(slots=plan.slots[:1])
+        run = self.run_of(plan, operand.width, plan.returns, comm_sms)
+        return lambda: overlap_stages.return_while_computed([(rows, operand)], plan, run, nullcontext, "combine")
 
 
 def captured(step: Callable, memory) -> Callable:

@@ -28,6 +28,8 @@ struct TileOverlapArrivals {
 
 #ifdef __CUDACC__
 
+#include "pieces.cuh"
+
 namespace tileoverlap {
 
 // One warp's copies from the receive buffer to the rows, piece by piece.
@@ -36,7 +38,7 @@ class Placer {
 public:
     __device__ Placer(const TileOverlapArrivals& args, Memory& memory)
         : lane(threadIdx.x % 32), args(args), pieces(memory), rows_each(max(HALF / args.row_bytes, 1)),
-          received(half_of(const_cast<void*>(args.received), *args.epoch, args.generation_bytes)) {}
+          received(half_of(args.received, *args.epoch, args.generation_bytes)) {}
 
     const int lane;
 

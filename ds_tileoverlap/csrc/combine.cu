@@ -2,6 +2,7 @@
 
 #include "arrivals.cuh"
 #include "launch.cuh"
+#include "sums.cuh"
 
 namespace tileoverlap {
 namespace {

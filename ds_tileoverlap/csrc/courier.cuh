@@ -112,63 +112,6 @@ private:
     int num_parts, num_warps, lane, next = 0;
 };
 
-// Shared memory of one warp: pieces of rows are loaded into one half while those in the other one are worked on.
-template <int HALF>
-struct CourierMemory {
-    static constexpr int HALF_BYTES = HALF;
-    alignas(128) uint8_t halves[2][HALF];
-    uint64_t loaded[2];
-    // What the first lane has to know of a piece later.
-    struct Note { int64_t place; int bytes, band; } notes[4];
-};
-
-// A warp's way to use it. The bulk copy engine loads: every instruction of a warp alone takes as long as many bytes travel,
-// so pieces are large and lanes load their shares of one at once. All lanes call all of it.
-template <typename Memory>
-class Pieces {
-public:
-    using Note = typename Memory::Note;
-
-    __device__ explicit Pieces(Memory& memory) : memory(memory) {
-        if (threadIdx.x % 32 == 0) {
-            for (int i = 0; i < 2; i++) barrier_init(&memory.loaded[i], 1);
-            barrier_init_fence();
-        }
-        __syncwarp();
-    }
-
-    // Begun and not taken, at most two.
-    __device__ int size() const { return begun - taken; }
-    __device__ int num_taken() const { return taken; }  // of all
-    __device__ const Note& note_of(int piece) const { return memory.notes[piece % 4]; }
-
-    // The next piece, of so many bytes. Addresses and shares are multiples of 16 bytes; a lane may have none.
-    __device__ void load(const Note& note, const void* from, int to_byte, int share) {
-        int half = begun++ % 2;
-        if (threadIdx.x % 32 == 0) {
-            memory.notes[(begun - 1) % 4] = note;
-            barrier_expect(&memory.loaded[half], note.bytes);
-        }
-        __syncwarp();
-        if (share > 0) bulk_load(memory.halves[half] + to_byte, from, share, &memory.loaded[half]);
-    }
-
-    // Waits for the oldest piece.
-    __device__ uint8_t* front() {
-        barrier_wait(&memory.loaded[taken % 2], taken / 2 % 2);
-        return memory.halves[taken % 2];
-    }
-    // No lane reads the oldest piece any more.
-    __device__ void pop() {
-        __syncwarp();
-        taken++;
-    }
-
-private:
-    Memory& memory;
-    int begun = 0, taken = 0;
-};
-
 // What a warp claims at once: about 8 KB, and no more rows than lanes.
 __device__ inline int rows_of_part(int row_bytes) { return min(max(8192 / row_bytes, 1), 32); }
 
@@ -280,11 +223,11 @@ __device__ __forceinline__ void copy_chunks(const char* from, char* to, int& at,
 }
 
 // One warp copies some bytes, a multiple of 16.
-__device__ __forceinline__ void copy_row(const char* from, char* to, int from_byte, int to_byte, int lane) {
-    int at = from_byte;
-    copy_chunks<8>(from, to, at, to_byte, lane);
-    copy_chunks<2>(from, to, at, to_byte, lane);
-    for (at += lane * 16; at < to_byte; at += 512)
+__device__ __forceinline__ void copy_bytes(const char* from, char* to, int bytes, int lane) {
+    int at = 0;
+    copy_chunks<8>(from, to, at, bytes, lane);
+    copy_chunks<2>(from, to, at, bytes, lane);
+    for (at += lane * 16; at < bytes; at += 512)
         *reinterpret_cast<uint4*>(to + at) = __ldcg(reinterpret_cast<const uint4*>(from + at));
 }
 
@@ -311,7 +254,7 @@ __device__ __forceinline__ void return_rows(const TileOverlapCourier& args, int 
         __syncwarp();  // each lane has acquired other signals than its neighbour
         if (!courier.in_time) continue;
         uint64_t began = traced_time(args.trace);
-        copy_row(from, to, 0, bytes, courier.lane);
+        copy_bytes(from, to, bytes, courier.lane);
         courier.sent(bytes);
         if (courier.lane == 0) record(args.trace, SENT, part.segment, -1, part.peer, began);
     }
@@ -331,68 +274,11 @@ __device__ __forceinline__ SumLine sum_line(const TileOverlapCourier& args, int 
     return {lane < args.num_choices ? __ldg(named + lane) : -1, args.runs[run].peer, args.runs[run].peer_row + line};
 }
 
-// Two lines, over one panel of columns.
-struct SumTask {
-    SumLine one, other;
-    int first_line, panel;  // panel: -1 if there is no task
-
-    __device__ int from_byte(const TileOverlapCourier& args) const { return panel * args.panel_bytes; }
-    __device__ int to_byte(const TileOverlapCourier& args) const {
-        return min(from_byte(args) + args.panel_bytes, args.row_bytes);
-    }
-};
-
 __device__ inline int num_lines(const TileOverlapCourier& args) {
     int lines = 0;
     for (int i = 0; i + 1 < args.num_peers; i++) lines += args.runs[i].lines;
     return lines;
 }
-
-__device__ __forceinline__ SumTask sum_task(const TileOverlapCourier& args, int part, int parts_each_panel, int lane) {
-    if (part < 0) return {{-1, -1, 0}, {-1, -1, 0}, 0, -1};
-    int first = part % parts_each_panel * 2;
-    return {sum_line(args, first, lane), sum_line(args, first + 1, lane), first, part / parts_each_panel};
-}
-
-// The way through the rows of a task: line by line, then COLUMNS bytes after others, then MOST_ROWS of the rows that the
-// line names.
-template <int COLUMNS, int MOST_ROWS>
-class TaskRows {
-public:
-    __device__ TaskRows(const TileOverlapCourier& args, const SumTask& task)
-        : named(task.one.named_row), named_next(task.other.named_row), from_byte(task.from_byte(args)),
-          to_byte(task.to_byte(args)), at(to_byte) {
-        next_columns();
-    }
-
-    __device__ bool is_empty() const { return lines_left < 0; }
-
-    template <typename Memory>
-    __device__ void load_next(const TileOverlapCourier& args, Pieces<Memory>& pieces) {
-        int lane = threadIdx.x % 32, bytes = min(to_byte - at, COLUMNS), place = __popc(left & ((1u << lane) - 1));
-        bool is_mine = (left >> lane & 1) && place < MOST_ROWS;
-        pieces.load({0, min(__popc(left), MOST_ROWS) * bytes, -1},
-                    static_cast<const char*>(args.rows) + static_cast<int64_t>(named) * args.row_bytes + at, place * bytes,
-                    is_mine ? bytes : 0);
-        left &= ~__ballot_sync(~0u, is_mine);
-        if (!left) next_columns();
-    }
-
-private:
-    __device__ void next_columns() {
-        at += COLUMNS;
-        while (at >= to_byte && --lines_left >= 0) {
-            if (lines_left == 0) named = named_next;
-            all = __ballot_sync(~0u, named >= 0);
-            at = all ? from_byte : to_byte;
-        }
-        left = all;
-    }
-
-    int named, named_next, from_byte, to_byte;
-    int lines_left = 2, at;
-    uint32_t all = 0, left = 0;  // the lanes whose rows the line names; those of these columns that are still to come
-};
 
 // Rows that need not be waited for, to every peer that one is for: lines that name one row each.
 __device__ __forceinline__ void send_rows(const TileOverlapCourier& args, int num_warps) {
@@ -404,8 +290,8 @@ __device__ __forceinline__ void send_rows(const TileOverlapCourier& args, int nu
         courier.in_time = __all_sync(~0u, courier.in_time);
         if (!courier.in_time) return;
         int row = __shfl_sync(~0u, line.named_row, 0);
-        copy_row(static_cast<const char*>(args.rows) + static_cast<int64_t>(row) * args.row_bytes, to, 0, args.row_bytes,
-                 courier.lane);
+        copy_bytes(static_cast<const char*>(args.rows) + static_cast<int64_t>(row) * args.row_bytes, to, args.row_bytes,
+                   courier.lane);
         courier.sent(args.row_bytes);
     };
     for (int part; (part = claims.claim()) >= 0;) {
@@ -416,102 +302,6 @@ __device__ __forceinline__ void send_rows(const TileOverlapCourier& args, int nu
         if (courier.lane == 0) record(args.trace, SENT, 2 * part, 0, one.peer, began);
     }
     courier.announce();
-}
-
-// Sums in float32, in the order of the choices. While some rows are added the next ones are loaded.
-template <typename T, typename Memory>
-class Summer {
-public:
-    __device__ Summer(const TileOverlapCourier& args, Memory& memory) : courier(args), args(args), pieces(memory) {}
-
-    __device__ void run(int num_warps) {
-        int parts_each_panel = (num_lines(args) + 1) / 2, lane = courier.lane;
-        Claims claims(args.claimed, parts_each_panel * args.num_panels, num_warps);
-        SumTask task = sum_task(args, claims.claim(), parts_each_panel, lane);
-        Rows rows(args, task);
-        while (task.panel >= 0) {
-            // Its lines of the index come while this task is worked on.
-            SumTask next = sum_task(args, claims.claim(), parts_each_panel, lane);
-            wait_for_panel(task.panel);
-            bool is_of_next = false;
-            auto load_more = [&] {
-                if (rows.is_empty() && !is_of_next && next.panel == ready) {
-                    is_of_next = true;
-                    rows = Rows(args, next);
-                }
-                if (!rows.is_empty()) rows.load_next(args, pieces);
-            };
-            if (courier.in_time) {
-                for (int i = pieces.size(); i < 2; i++) load_more();
-                uint64_t began = traced_time(args.trace);
-                add_up(task.one, task, load_more);
-                add_up(task.other, task, load_more);
-                if (lane == 0 && task.from_byte(args) < task.to_byte(args))
-                    record(args.trace, SENT, task.first_line, task.panel, task.one.peer, began);
-            }
-            if (!is_of_next) rows = Rows(args, next);
-            task = next;
-        }
-        // After a deadline something may still be on its way to the memory of a CTA that ends.
-        while (pieces.size()) pieces.front(), pieces.pop();
-        courier.announce();
-    }
-
-private:
-    // Bytes of each row, and rows, in a piece.
-    static constexpr int MOST_ROWS = 8, COLUMNS = Memory::HALF_BYTES / MOST_ROWS, VECTORS = (COLUMNS + 511) / 512;
-    using Rows = TaskRows<COLUMNS, MOST_ROWS>;
-
-    __device__ void wait_for_panel(int panel) {
-        if (panel == ready || !courier.in_time) return;
-        const uint32_t* left = args.panel_left + panel;
-        // Every courier looks at the same word: not too often.
-        if (!wait_until([&] { return read_signal(left) == 0; }, args.failure, args.limit_ns, 256))
-            courier.fail(TILE_READY, panel, 0, read_signal(left));
-        fence_async_global();  // the bulk copy engine reads what the GEMM wrote
-        courier.in_time = __all_sync(~0u, courier.in_time);
-        ready = panel;
-    }
-
-    template <typename LoadMore>
-    __device__ void add_up(const SumLine& line, const SumTask& task, LoadMore load_more) {
-        int from_byte = task.from_byte(args), to_byte = task.to_byte(args);
-        if (line.peer < 0 || to_byte <= from_byte) return;
-        char* to = courier.to(line.peer, line.peer_row);
-        courier.in_time = __all_sync(~0u, courier.in_time);
-        if (!courier.in_time) return;
-        int num_rows = __popc(__ballot_sync(~0u, line.named_row >= 0)), own = courier.lane * 16;
-        for (int at = from_byte; at < to_byte; at += COLUMNS) {
-            float sums[VECTORS][8] = {};
-            int bytes = min(to_byte - at, COLUMNS);
-            for (int rows_left = num_rows; rows_left > 0; rows_left -= MOST_ROWS) {
-                const uint8_t* piece = pieces.front() + own;
-                for (int i = min(rows_left, MOST_ROWS); i > 0; i--, piece += bytes)
-#pragma unroll
-                    for (int v = 0; v < VECTORS; v++)
-                        if (v * 512 + own < bytes) add_8<T>(sums[v], load_shared_16<uint4>(piece + v * 512));
-                pieces.pop();
-                load_more();
-            }
-#pragma unroll
-            for (int v = 0; v < VECTORS; v++)
-                if (v * 512 + own < bytes) *reinterpret_cast<uint4*>(to + at + own + v * 512) = pack_8<T>(sums[v]);
-        }
-        courier.sent(to_byte - from_byte);
-    }
-
-    Courier courier;
-    const TileOverlapCourier& args;
-    Pieces<Memory> pieces;
-    int ready = -1;
-};
-
-// Runs one warp's share of the errand.
-template <typename T, typename Memory>
-__device__ __forceinline__ void run_courier(const TileOverlapCourier& args, int num_warps, Memory& memory) {
-    if (args.errand == SEND_ROWS) send_rows(args, num_warps);
-    if (args.errand == RETURN_ROWS) return_rows(args, num_warps);
-    if (args.errand == RETURN_SUMS) Summer<T, Memory>(args, memory).run(num_warps);
 }
 
 }  // namespace tileoverlap

@@ -13,6 +13,7 @@
 #include "epilogue.cuh"
 #include "launch.cuh"
 #include "ptx.cuh"
+#include "sums.cuh"
 #include "tile_signal.cuh"
 
 namespace tileoverlap {

@@ -204,10 +204,6 @@ __device__ __forceinline__ uint32_t pack(float low, float high, __half) {
     return *reinterpret_cast<uint32_t*>(&pair);
 }
 
-__device__ __forceinline__ void prefetch(const void* address) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
-}
-
 // --- registers ------------------------------------------------------------------------------------------------------
 
 template <int COUNT>

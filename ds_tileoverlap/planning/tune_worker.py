@@ -9,14 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 
 import deepspeed
 import torch
 from torch import distributed as dist
 
-from .. import overlap_group, overlap_stages
+from .. import overlap_group
 from ..bench.measure import environment
 from ..bench.shapes import StageShape
 from ..bench.stages import Stages
@@ -83,14 +81,11 @@ class StagesWithSegments(Stages):
     """The stages with one more kind of arm: rows that return in segments of other sizes."""
 
     def return_only_arms(self, operand: Operand, rows: torch.Tensor, comm_sms: tuple[int, ...]) -> dict[str, Callable]:
-        arms, config = super().return_only_arms(operand, rows, comm_sms), TileOverlapConfig(combine="rows")
+        arms, plan = super().return_only_arms(operand, rows, comm_sms), self.plan_of("rows")
+        config = TileOverlapConfig(combine="rows")
         for num_bytes in SEGMENTS_BYTES:
-            plan = self.plan_of("rows")
-            plan = plan.but(slots=plan.slots[:1], returns=choose_returns(config, plan.tally, self.width * 2, num_bytes))
-            run = self.run_of(plan, operand.width, plan.returns)
-            arms[f"segments {num_bytes}"] = partial(
-                overlap_stages.return_while_computed, [(rows, operand)], plan, run, nullcontext, "combine"
-            )
+            returns = choose_returns(config, plan.tally, self.width * 2, num_bytes)
+            arms[f"segments {num_bytes}"] = self.return_only(plan.but(returns=returns), operand, rows)
         return arms
 
 

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "arrivals.cuh"
+#include "sums.cuh"
 
 namespace tileoverlap {
 namespace {
