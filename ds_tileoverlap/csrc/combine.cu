@@ -94,8 +94,7 @@ template <typename T>
 __global__ void __launch_bounds__(COURIER_THREADS, 1) __cluster_dims__(2, 1, 1)
     couriers(const __grid_constant__ TileOverlapCourier courier, const __grid_constant__ TileOverlapArrivals arrivals) {
     extern __shared__ uint8_t dynamic[];
-    auto* memories = reinterpret_cast<Memory*>((reinterpret_cast<uintptr_t>(dynamic) + 127) & ~uintptr_t{127});
-    Memory& memory = memories[threadIdx.x / 32];
+    Memory& memory = reinterpret_cast<Memory*>(aligned_shared(dynamic, 128))[threadIdx.x / 32];
     int num_warps = gridDim.x * COURIER_THREADS / 32;
     run_courier<T>(courier, num_warps, memory);
     place_arrivals(arrivals, num_warps, memory);

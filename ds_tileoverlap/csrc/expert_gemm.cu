@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
                 const __grid_constant__ TileOverlapArrivals arrivals) {
     extern __shared__ uint8_t dynamic[];
     __shared__ Shared shared;
-    uint8_t* stages = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(dynamic) + 1023) & ~uintptr_t{1023});
+    uint8_t* stages = aligned_shared(dynamic, 1024);
     uint32_t rank = cluster_rank();
     int group = threadIdx.x / WARPGROUP;
     const Operands operands = {&a_map, b_maps, k}, second = {&a2_map, b2_maps, k2};

@@ -13,6 +13,10 @@ namespace tileoverlap {
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
+// The first multiple of so many bytes in it; the compiler still knows that this is shared memory.
+__device__ __forceinline__ uint8_t* aligned_shared(uint8_t* memory, uint32_t bytes) {
+    return memory + (-shared_address(memory) & (bytes - 1));
+}
 
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;

@@ -30,6 +30,9 @@ uint32_t pack(float low, float high, T) {
     return from_float(low, T{}).bits | static_cast<uint32_t>(from_float(high, T{}).bits) << 16;
 }
 
+inline uint8_t* aligned_shared(uint8_t* memory, uint32_t bytes) {
+    return memory + (-reinterpret_cast<uintptr_t>(memory) & (bytes - 1));
+}
 inline int sm_index() { return blockIdx.x; }
 inline void fence_async_global() {}
 // A bulk copy is done when it is begun; all lanes of a warp wait for those of all.
