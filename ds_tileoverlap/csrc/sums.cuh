@@ -22,9 +22,42 @@ __device__ __forceinline__ SumTask sum_task(const TileOverlapCourier& args, int 
     return {sum_line(args, first, lane), sum_line(args, first + 1, lane), first, part / parts_each_panel};
 }
 
-// The way through the rows of a task: line by line, then COLUMNS bytes after others, then MOST_ROWS of the rows that the
-// line names.
-template <int COLUMNS, int MOST_ROWS>
+// Rows on their way to the lanes' registers, in a ring. Each lane loads and reads the same 16 bytes of every 512: no lane
+// waits for another.
+template <typename Memory>
+class RowRing {
+public:
+    static constexpr int BYTES = 2048, VECTORS = BYTES / 512, SLOTS = 2 * Memory::HALF_BYTES / BYTES;
+
+    __device__ explicit RowRing(Memory& memory) : own(memory.halves[0] + threadIdx.x % 32 * 16) {}
+
+    __device__ int size() const { return begun - taken; }
+
+    // Some bytes of a row.
+    __device__ void load(const char* from, int bytes) {
+        uint8_t* to = own + begun++ % SLOTS * BYTES;
+        int lane_byte = threadIdx.x % 32 * 16;
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+            if (v * 512 + lane_byte < bytes) load_16_async(to + v * 512, from + v * 512 + lane_byte);
+        loads_commit();
+    }
+
+    // The oldest one, where this lane's bytes begin.
+    __device__ const uint8_t* take() {
+        if (size() == SLOTS)
+            loads_wait<SLOTS - 1>();
+        else
+            loads_wait<0>();
+        return own + taken++ % SLOTS * BYTES;
+    }
+
+private:
+    uint8_t* own;
+    unsigned begun = 0, taken = 0;
+};
+
+// The way through the rows of a task: line by line, then columns, then the rows that the line names.
 class TaskRows {
 public:
     __device__ TaskRows(const TileOverlapCourier& args, const SumTask& task)
@@ -36,43 +69,42 @@ public:
     __device__ bool is_empty() const { return lines_left < 0; }
 
     template <typename Memory>
-    __device__ void load_next(const TileOverlapCourier& args, Pieces<Memory>& pieces) {
-        int lane = threadIdx.x % 32, bytes = min(to_byte - at, COLUMNS), place = __popc(left & ((1u << lane) - 1));
-        bool is_mine = (left >> lane & 1) && place < MOST_ROWS;
-        pieces.load({0, min(__popc(left), MOST_ROWS) * bytes, -1},
-                    static_cast<const char*>(args.rows) + static_cast<int64_t>(named) * args.row_bytes + at, place * bytes,
-                    is_mine ? bytes : 0);
-        left &= ~__ballot_sync(~0u, is_mine);
+    __device__ void load_next(const TileOverlapCourier& args, RowRing<Memory>& ring) {
+        int64_t row = __shfl_sync(~0u, named, __ffs(left) - 1);
+        ring.load(static_cast<const char*>(args.rows) + row * args.row_bytes + at, min(to_byte - at, COLUMNS));
+        left &= left - 1;
         if (!left) next_columns();
     }
 
 private:
+    static constexpr int COLUMNS = RowRing<CourierMemory<1024>>::BYTES;
+
     __device__ void next_columns() {
         at += COLUMNS;
+        left = __ballot_sync(~0u, named >= 0);
         while (at >= to_byte && --lines_left >= 0) {
             if (lines_left == 0) named = named_next;
-            all = __ballot_sync(~0u, named >= 0);
-            at = all ? from_byte : to_byte;
+            left = __ballot_sync(~0u, named >= 0);
+            at = left ? from_byte : to_byte;
         }
-        left = all;
     }
 
     int named, named_next, from_byte, to_byte;
     int lines_left = 2, at;
-    uint32_t all = 0, left = 0;  // the lanes whose rows the line names; those of these columns that are still to come
+    uint32_t left;  // the lanes whose rows are still to come, of these columns
 };
 
 // Sums in float32, in the order of the choices. While some rows are added the next ones are loaded.
 template <typename T, typename Memory>
 class Summer {
 public:
-    __device__ Summer(const TileOverlapCourier& args, Memory& memory) : courier(args), args(args), pieces(memory) {}
+    __device__ Summer(const TileOverlapCourier& args, Memory& memory) : courier(args), args(args), ring(memory) {}
 
     __device__ void run(int num_warps) {
         int parts_each_panel = (num_lines(args) + 1) / 2, lane = courier.lane;
         Claims claims(args.claimed, parts_each_panel * args.num_panels, num_warps);
         SumTask task = sum_task(args, claims.claim(), parts_each_panel, lane);
-        Rows rows(args, task);
+        TaskRows rows(args, task);
         while (task.panel >= 0) {
             // Its lines of the index come while this task is worked on.
             SumTask next = sum_task(args, claims.claim(), parts_each_panel, lane);
@@ -81,30 +113,29 @@ public:
             auto load_more = [&] {
                 if (rows.is_empty() && !is_of_next && next.panel == ready) {
                     is_of_next = true;
-                    rows = Rows(args, next);
+                    rows = TaskRows(args, next);
                 }
-                if (!rows.is_empty()) rows.load_next(args, pieces);
+                if (!rows.is_empty()) rows.load_next(args, ring);
             };
             if (courier.in_time) {
-                for (int i = pieces.size(); i < 2; i++) load_more();
+                for (int i = ring.size(); i < Ring::SLOTS; i++) load_more();
                 uint64_t began = traced_time(args.trace);
                 add_up(task.one, task, load_more);
                 add_up(task.other, task, load_more);
                 if (lane == 0 && task.from_byte(args) < task.to_byte(args))
                     record(args.trace, SENT, task.first_line, task.panel, task.one.peer, began);
             }
-            if (!is_of_next) rows = Rows(args, next);
+            if (!is_of_next) rows = TaskRows(args, next);
             task = next;
         }
         // After a deadline something may still be on its way to the memory of a CTA that ends.
-        while (pieces.size()) pieces.front(), pieces.pop();
+        loads_wait<0>();
         courier.announce();
     }
 
 private:
-    // Bytes of each row, and rows, in a piece.
-    static constexpr int MOST_ROWS = 8, COLUMNS = Memory::HALF_BYTES / MOST_ROWS, VECTORS = (COLUMNS + 511) / 512;
-    using Rows = TaskRows<COLUMNS, MOST_ROWS>;
+    using Ring = RowRing<Memory>;
+    static constexpr int COLUMNS = Ring::BYTES, VECTORS = Ring::VECTORS;
 
     __device__ void wait_for_panel(int panel) {
         if (panel == ready || !courier.in_time) return;
@@ -112,7 +143,6 @@ private:
         // Every courier looks at the same word: not too often.
         if (!wait_until([&] { return read_signal(left) == 0; }, args.failure, args.limit_ns, 256))
             courier.fail(TILE_READY, panel, 0, read_signal(left));
-        fence_async_global();  // the bulk copy engine reads what the GEMM wrote
         courier.in_time = __all_sync(~0u, courier.in_time);
         ready = panel;
     }
@@ -128,13 +158,10 @@ private:
         for (int at = from_byte; at < to_byte; at += COLUMNS) {
             float sums[VECTORS][8] = {};
             int bytes = min(to_byte - at, COLUMNS);
-            for (int rows_left = num_rows; rows_left > 0; rows_left -= MOST_ROWS) {
-                const uint8_t* piece = pieces.front() + own;
-                for (int i = min(rows_left, MOST_ROWS); i > 0; i--, piece += bytes)
+            for (int i = 0; i < num_rows; i++) {
+                const uint8_t* row = ring.take();
 #pragma unroll
-                    for (int v = 0; v < VECTORS; v++)
-                        if (v * 512 + own < bytes) add_8<T>(sums[v], load_shared_16<uint4>(piece + v * 512));
-                pieces.pop();
+                for (int v = 0; v < VECTORS; v++) add_8<T>(sums[v], load_shared_16<uint4>(row + v * 512));
                 load_more();
             }
 #pragma unroll
@@ -146,7 +173,7 @@ private:
 
     Courier courier;
     const TileOverlapCourier& args;
-    Pieces<Memory> pieces;
+    Ring ring;
     int ready = -1;
 };
 

@@ -17,7 +17,7 @@ constexpr int TILE_N = 256, BAND = 128, COURIERS = 4;
 template <typename T>
 void run(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals) {
     auto couriers = [&] {
-        using Memory = CourierMemory<1024>;
+        using Memory = CourierMemory<2048>;
         emulation::launch("couriers", COURIERS / 4, 128, 4 * sizeof(Memory), [&] {
             Memory& memory = emulation::dynamic<Memory>()[threadIdx.x / 32];
             run_courier<T>(courier, COURIERS, memory);

@@ -45,6 +45,10 @@ Vector load_shared_16(const void* pointer) { return *static_cast<const Vector*>(
 inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t*) { std::memcpy(to, from, bytes); }
 inline void bulk_store(void* to, const void* from, uint32_t bytes) { std::memcpy(to, from, bytes); }
 inline void bulk_stores_wait_read() {}
+inline void load_16_async(void* to, const void* from) { std::memcpy(to, from, 16); }
+inline void loads_commit() {}
+template <int PENDING>
+void loads_wait() {}
 template <int PENDING>
 void bulk_stores_wait() {}
 
