@@ -5,7 +5,7 @@ Letters: R expert rows grouped by expert, H hidden size, I intermediate size, E_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -145,6 +145,8 @@ def activation_backward(
 
 # Gradients of parameters: (projection, "weight" or "bias") -> [E_local, ...].
 SlotGrads = dict[tuple[str, str], torch.Tensor]
+# What makes an expert weight's gradient: :func:`weight_grads` for one Plan, or a kernel that does the same.
+WeightGrads = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def down_grads(
@@ -154,11 +156,12 @@ def down_grads(
     form: ExpertForm,
     plan: Plan,
     wanted: set[tuple[str, str]],
+    weight_grads: WeightGrads,
 ) -> SlotGrads:
     """Gradients of the down projection from those of the outputs [R, H] and the weighted hidden rows [R, I]."""
     found: SlotGrads = {}
     if (form.down, "weight") in wanted:
-        found[form.down, "weight"] = weight_grads(grad, hidden, plan)
+        found[form.down, "weight"] = weight_grads(grad, hidden)
     if (form.down, "bias") in wanted:
         found[form.down, "bias"] = expert_sums(grad, plan, row_weights)
     return found
@@ -170,11 +173,12 @@ def input_grads(
     weights: ExpertWeights,
     plan: Plan,
     wanted: set[tuple[str, str]],
+    weight_grads: WeightGrads,
 ) -> SlotGrads:
     """Gradients of the gate and up projections from those of the pre-activations and, for weights, the rows [R, H]."""
     form, found = weights.layout.form, {}
     if any((name, "weight") in wanted for name in form.projections[:-1]):
-        of_inputs = weights.split([weight_grads(part, rows, plan) for part in grad_pre_activations], 1)
+        of_inputs = weights.split([weight_grads(part, rows) for part in grad_pre_activations], 1)
         found[form.gate, "weight"], found[form.up, "weight"] = of_inputs
     for name, part in zip((form.gate, form.up), weights.split(grad_pre_activations, 1)):
         if (name, "bias") in wanted:

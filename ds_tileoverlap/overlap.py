@@ -43,6 +43,7 @@ from .overlap_stages import (
     project_arriving,
     project_gated_arriving,
     return_while_computed,
+    weight_grads,
 )
 from .schedule import ARRIVALS, gated_width
 from .stages import Stages
@@ -214,18 +215,19 @@ def backward(
     with stages("dispatch backward"):
         scalars = ScalarReturn(grad_row_weights, run.tiles(down.width, ARRIVALS), plan, run)
     found: SlotGrads = {}
+    multiply = partial(weight_grads, plan=plan, run=run)
 
     def weight_gradients() -> None:
         nonlocal hidden, grad_rows, rows
         with stages("expert_gemm weight gradients"):
-            found.update(down_grads(grad_rows, hidden, plan.row_weights, form, plan, wanted))
+            found.update(down_grads(grad_rows, hidden, plan.row_weights, form, plan, wanted, multiply))
             hidden = grad_rows = None
         if rows is None:
             with stages("dispatch again"):
                 tokens = x.to(grad_pre_activations[0].dtype).contiguous()
                 rows = arrived_rows(tokens, arrival_width, plan, run)
         with stages("expert_gemm weight gradients"):
-            found.update(input_grads(grad_pre_activations, rows, stacks, plan, wanted))
+            found.update(input_grads(grad_pre_activations, rows, stacks, plan, wanted, multiply))
 
     pairs = [
         (part, Operand(f"input {i} back", stack, transposed=True))

@@ -187,6 +187,7 @@ def _load_kernels(op, pool: Pool) -> None:
     nothing = torch.zeros(64, dtype=torch.int32, device=device)
     zero, stream = nothing.data_ptr(), raw_stream(nothing)
     matrix = torch.zeros(64, 64, dtype=torch.float16, device=device)
+    maps = torch.empty(2 * op.MAP_BYTES, dtype=torch.uint8, device=device)
     operand = matrix.data_ptr()
     gemm = dict(
         a=operand, b_maps=zero, c=operand, items=zero, num_items=zero, claimed=pool.claimed_items.data_ptr(),
@@ -206,6 +207,10 @@ def _load_kernels(op, pool: Pool) -> None:
         for transposed in (False, True):
             op.expert_gemm(is_half=is_half, b_is_transposed=transposed, **gemm)
         op.expert_gemm(is_half=is_half, b_is_transposed=False, **gemm, **gated)
+        op.weight_grads(
+            nothing_to_do, stream, grads=operand, rows=operand, c=operand, row_offsets=zero, maps=maps.data_ptr(),
+            num_experts=1, num_rows=1, n=64, k=64, is_half=is_half,
+        )  # fmt: skip
         op.run_couriers(is_half=is_half, num_sms=2, stream=stream)
         op.sum_returned(
             nothing_to_do, channel, stream, local=zero, slots=zero, sums=zero, num_tokens=0, width=8, is_half=is_half

@@ -295,6 +295,28 @@ def return_while_computed(
     return sums
 
 
+def weight_grads(grads: torch.Tensor, rows: torch.Tensor, plan: Plan, run: Run) -> torch.Tensor:
+    """As :func:`expert_gemm.weight_grads`: contiguous [R, N], [R, K] -> [E_local, N, K]."""
+    num_experts = len(plan.expert_counts)
+    result = rows.new_empty(num_experts, grads.shape[1], rows.shape[1])
+    maps = torch.empty(2 * num_experts * run.op.MAP_BYTES, dtype=torch.uint8, device=rows.device)
+    run.op.weight_grads(
+        run.exchange,
+        raw_stream(rows),
+        grads=grads.data_ptr(),
+        rows=rows.data_ptr(),
+        c=result.data_ptr(),
+        row_offsets=plan.row_offsets.data_ptr(),
+        maps=maps.data_ptr(),
+        num_experts=num_experts,
+        num_rows=rows.shape[0],
+        n=grads.shape[1],
+        k=rows.shape[1],
+        is_half=rows.dtype == torch.float16,
+    )
+    return result
+
+
 class ScalarReturn:
     """One float32 a row [R] goes to the owners of the rows' tokens: sent at once, collected later.
 

@@ -10,8 +10,11 @@ The router's gradient is d(weight) = <dY W2, act>: expert outputs are neither ke
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from . import expert_gemm
 from .combine import return_rows, return_rows_and_scalars, return_scalars
 from .dispatch import send_scalars, send_tokens
 from .expert_gemm import (
@@ -175,15 +178,16 @@ def backward(
             grad_rows.to(x.dtype), grad_row_weights, plan, "dispatch backward"
         )
     del grad_rows
+    weight_grads = partial(expert_gemm.weight_grads, plan=plan)
     with stages("expert_gemm weight gradients"):
-        found = down_grads(grad, hidden, plan.row_weights, form, plan, wanted)
+        found = down_grads(grad, hidden, plan.row_weights, form, plan, wanted, weight_grads)
         compute_dtype = grad.dtype
         del grad, hidden
     if rows is None:
         with stages("dispatch again"):
             rows = send_tokens(x, plan, "dispatch again").to(compute_dtype)
     with stages("expert_gemm weight gradients"):
-        found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted)
+        found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted, weight_grads)
     return grad_x, grad_weights, found
 
 

@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 # The only architecture that the kernels are written for: 9.0 with the instructions of Hopper alone.
 ARCH = "90a"
 GENCODE = f"-gencode=arch=compute_{ARCH},code=sm_{ARCH}"
-KERNELS = ("layout.cu", "schedule.cu", "expert_gemm.cu", "combine.cu", "trace.cu")
+KERNELS = ("layout.cu", "schedule.cu", "expert_gemm.cu", "weight_grads.cu", "combine.cu", "trace.cu")
 # A build takes about a minute; a lock that is older than this was left by a build that was killed.
 STALE_LOCK_S = 900.0
 

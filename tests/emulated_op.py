@@ -1,4 +1,4 @@
-"""The operator on a CPU: its own sources, compiled with a small stand-in for CUDA; only the GEMM is written anew.
+"""The operator on a CPU: its own sources, compiled with a small stand-in for CUDA; only the GEMMs are written anew.
 
 Every call runs its kernels to the end before it returns, with Python's lock released: ranks are threads of one process,
 and a rank that waits for a peer in a kernel does not hold it up.
@@ -24,7 +24,8 @@ from torch.utils import cpp_extension
 from ds_tileoverlap.op_builder import tileoverlap as builders
 
 HERE = Path(__file__).resolve().parent / "emulation"
-KERNELS = [name for name in builders.KERNELS if name != "expert_gemm.cu"]
+# Kernels that multiply are written anew.
+KERNELS = [name for name in builders.KERNELS if name not in ("expert_gemm.cu", "weight_grads.cu")]
 # The functions of tile_signal.cuh that are single instructions: name -> what they do to `signal` or `counter`.
 INSTRUCTIONS = {
     "publish": "__atomic_store_n(signal, epoch, __ATOMIC_SEQ_CST);",
@@ -55,7 +56,7 @@ def build(folder: Path, edits: Sequence[tuple[str, str, str]] = ()):
         shutil.copy(path, folder)
     flags = ["-std=c++20", "-O1", "-fPIC", "-D__CUDACC__", "-DTORCH_EXTENSION_NAME=emulated", f"-I{folder}"]
     flags += [f"-I{cpp_extension.include_paths()[0]}", f"-I{sysconfig.get_paths()['include']}"]
-    names = ["expert_gemm.cpp", *(name.replace(".cu", ".cpp") for name in KERNELS)]
+    names = ["expert_gemm.cpp", "weight_grads.cpp", *(name.replace(".cu", ".cpp") for name in KERNELS)]
     sources = {name: text_of(name, folder) for name in names}
     # Guards are in the kernels; what Python calls, the longest to compile, is the same for all builds.
     sources["bindings.cpp"] = ""

@@ -365,3 +365,64 @@ def test_operands_of_more_than_two_to_the_31_elements(op):
         allowed = ROUNDING[p.dtype] * product[0].abs() + ACCUMULATION * product[1] + SMALLEST
         worst = ((c[expert * rows :][:rows].double() - product[0]).abs() / allowed).max()
         assert worst <= 1.0, (expert, float(worst))
+
+
+def run_weight_grads(op, grads, rows, counts, num_sms):
+    """Runs the kernel on dirty memory. Returns [E_local, N, K]."""
+    n, k = grads.shape[1], rows.shape[1]
+    c, memory = amid_nan(len(counts) * n, k, rows.dtype, fill=False)
+    offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0, dtype=torch.int32)
+    claimed = torch.tensor([0, BEFORE], dtype=torch.int32, device=DEVICE)
+    maps = torch.full((2 * len(counts) + 1, op.MAP_BYTES), 255, dtype=torch.uint8, device=DEVICE)
+    exchange = op.Exchange(
+        counts=0, counts_stride=0, num_ranks=1, rank=0, num_experts=len(counts), num_choices=1, num_tokens=0,
+        claimed_items=claimed.data_ptr(), num_sms=num_sms, failure=0, limit_ns=0,
+    )  # fmt: skip
+    op.weight_grads(
+        exchange, torch.cuda.current_stream().cuda_stream, grads=grads.data_ptr(), rows=rows.data_ptr(), c=c.data_ptr(),
+        row_offsets=offsets.data_ptr(), maps=maps.data_ptr(), num_experts=len(counts), num_rows=len(rows), n=n, k=k,
+        is_half=rows.dtype == torch.float16,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    assert claimed.tolist() == [0, BEFORE], "claimed items"
+    assert is_untouched_around(c, memory), "written outside of the gradients"
+    assert (maps[-1] == 255).all(), "written behind the maps"
+    return c.view(len(counts), n, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weight_gradients_equal_float64_with_any_number_of_sms(op, shape, dtype):
+    at, (k, n) = SHAPES.index(shape), shape
+    torch.manual_seed(at)
+    counts = np.resize(np.random.default_rng(at).permutation([*ROWS, 0, 1000]), (12, 1, 160, 40)[at % 4]).tolist()
+    (grads, _), (rows, _) = (amid_nan(sum(counts), width, dtype) for width in (n, k))
+    first = run_weight_grads(op, grads, rows, counts, all_sms())
+    starts = np.cumsum([0, *counts]).tolist()
+    for expert, mine in enumerate(map(slice, starts, starts[1:])):
+        product = grads[mine].double().t() @ rows[mine].double()
+        size = grads[mine].double().abs().t() @ rows[mine].double().abs()
+        allowed = ROUNDING[dtype] * product.abs() + ACCUMULATION * size + SMALLEST
+        assert ((first[expert].double() - product).abs() <= allowed).all(), (expert, counts[expert])
+    for num_sms in (2, 10, 11, all_sms()):
+        again = run_weight_grads(op, grads, rows, counts, num_sms)
+        assert torch.equal(again.view(torch.int16), first.view(torch.int16)), f"another result with {num_sms} SMs"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_weight_gradients_of_one_expert_are_not_reached_by_nan_of_another(op, rows):
+    counts, spoiled = [rows, 5, rows, 0, 130, rows], (1, 4)
+    (grads, _), (inputs, _) = (amid_nan(sum(counts), width, torch.bfloat16) for width in (264, 520))
+    clean = run_weight_grads(op, grads, inputs, counts, all_sms())
+    starts = np.cumsum([0, *counts]).tolist()
+    for expert in spoiled:
+        grads[starts[expert] : starts[expert + 1]] = float("nan")
+        inputs[starts[expert] : starts[expert + 1]] = float("inf")
+    dirty = run_weight_grads(op, grads, inputs, counts, all_sms())
+    for expert in range(len(counts)):
+        assert dirty[expert].isnan().all() if expert in spoiled else torch.equal(dirty[expert], clean[expert])
+
+
+def test_weight_gradients_without_rows_are_zero(op):
+    grads, rows = (torch.empty(0, width, dtype=torch.bfloat16, device=DEVICE) for width in (24, 40))
+    assert not run_weight_grads(op, grads, rows, [0, 0, 0], all_sms()).any()

@@ -304,6 +304,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     StageOf<Exchange, Channel>::define<TileOverlapSum>(
         module, "sum_returned", sum_returned,
         {FIELD(local), FIELD(slots), FIELD(sums), FIELD(num_tokens), FIELD(width), FIELD(is_half), OPTIONAL(trace)});
+    StageOf<Exchange>::define<TileOverlapWeightGrads>(
+        module, "weight_grads", weight_grads,
+        {FIELD(grads), FIELD(rows), FIELD(c), FIELD(row_offsets), FIELD(maps), FIELD(num_experts), FIELD(num_rows),
+         FIELD(n), FIELD(k), FIELD(is_half)});
     const Fields<TileOverlapScalars> scalars = {FIELD(values), FIELD(index), FIELD(choice_slots), FIELD(slots),
                                                 FIELD(own_first), FIELD(own_end), OPTIONAL(results)};
     Travelling::define<TileOverlapScalars>(module, "send_scalars", send_scalars, scalars);

@@ -10,33 +10,22 @@
 //   2 x math    a warpgroup each for 64 rows: WGMMA, then registers -> global memory while the other one multiplies
 #include "expert_gemm.cuh"
 
-#include "epilogue.cuh"
+#include "gemm_tiles.cuh"
 #include "launch.cuh"
-#include "ptx.cuh"
 #include "sums.cuh"
 #include "tile_signal.cuh"
 
 namespace tileoverlap {
 namespace {
 
-constexpr int TILE_M = 128, TILE_N = 256, TILE_K = 64;
-constexpr int STAGES = 4, QUEUE = 3;
-constexpr int THREADS = 3 * WARPGROUP;
-constexpr int REGISTERS = 104, MATH_REGISTERS = 200;
-// The kernel starts with as many registers for each thread; math warps would wait forever for more than others give up.
-static_assert(REGISTERS + 2 * MATH_REGISTERS <= 3 * (65536 / THREADS / 8 * 8));
 constexpr int LOADER = 0, CLERK = 1, NUM_COURIERS = 2;  // warps of the first warpgroup; the rest are couriers
-constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 using Memory = CourierMemory<8192>;  // of each courier
 constexpr int SHARED_BYTES = 1024 + STAGES * STAGE_BYTES + NUM_COURIERS * sizeof(Memory);
 // Warps that read the queue: the loader, the clerk and eight math warps in each CTA.
 constexpr int QUEUE_READERS = 2 * 10;
 
-struct Shared {
-    uint64_t full[STAGES], empty[STAGES];
-    uint64_t item_full[QUEUE], item_empty[QUEUE];
+struct Shared : Pipeline {
     uint64_t stored[2][QUEUE];  // a warpgroup's part of the item in this place of the queue is in global memory
-    int4 items[QUEUE];
 };
 
 __host__ __device__ constexpr int columns_of_tile(bool gated) { return gated ? TILE_N / 2 : TILE_N; }
@@ -62,41 +51,6 @@ __device__ __forceinline__ Tile tile_of(int4 raw, uint32_t rank) {
     tile.column = tile.column_tile * columns_of_tile(GATED);
     return tile;
 }
-
-// A warp's (or one thread's) place in the queue of items.
-struct QueueReader {
-    Ring<QUEUE> ring;
-
-    __device__ __forceinline__ int4 read(Shared& shared) {
-        barrier_wait(&shared.item_full[ring.slot], ring.parity);
-        return load_shared_16<int4>(&shared.items[ring.slot]);
-    }
-    // The slot may be used again once every reader has said so; one thread of the warp calls this.
-    __device__ __forceinline__ void release(Shared& shared) { barrier_arrive_in_cta(&shared.item_empty[ring.slot], 0); }
-};
-
-// Claims items for the cluster; one thread of CTA 0.
-struct Scheduler {
-    const int4* items;
-    int count;
-    int* claimed;
-    int num_clusters;
-    Ring<QUEUE> ring{};
-    bool ended = false;
-
-    __device__ void send_next(Shared& shared) {
-        if (ended) return;
-        int claim = atomicAdd(claimed, 1);
-        int4 item = claim < count ? __ldg(items + claim) : make_int4(-1, 0, 0, 0);
-        // Every cluster is refused once; the last one to be leaves the counter as it was found.
-        if (claim == count + num_clusters - 1) *claimed = 0;
-        barrier_wait(&shared.item_empty[ring.slot], ring.parity ^ 1);
-        send_16(&shared.items[ring.slot], item, &shared.item_full[ring.slot], 0);
-        send_16(&shared.items[ring.slot], item, &shared.item_full[ring.slot], 1);
-        ring.advance();
-        ended = claim >= count;
-    }
-};
 
 // Operand B of one stage. Where the item shares it, each CTA loads half for both. The second half comes from a map of its
 // own if gated.
@@ -181,27 +135,13 @@ __device__ void load(Shared& shared, uint8_t* stages, Operands operands, Operand
     }
 }
 
-// The shared-memory descriptor of an operand whose rows of 128 bytes are swizzled, 8 rows to 1024 bytes. The address
-// and the offset to the next 64 columns of a transposed operand are in units of 16 bytes.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t next_columns) {
-    constexpr uint64_t SWIZZLED_128 = uint64_t{1} << 62, NEXT_8_ROWS = uint64_t{1024 / 16} << 32;
-    return SWIZZLED_128 | NEXT_8_ROWS | (next_columns << 16 | address);
-}
-
 template <typename T, int B_TRANSPOSED, int GATED>
 __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, const Gate<T>& gate, int n, int num_blocks,
                          int group, uint32_t rank) {
-    // Sixteen k further: 16 rows of a transposed B, otherwise 32 bytes along each row.
-    constexpr uint32_t A_STEP = 2, B_STEP = B_TRANSPOSED ? 16 * 128 / 16 : 2, B_NEXT = B_TRANSPOSED ? B_BYTES / 4 / 16 : 1;
-    uint32_t first_stage = (shared_address(stages) & 0x3ffff) / 16;  // within this CTA
-    uint32_t first_a = first_stage + group * (A_BYTES / 2 / 16), first_b = first_stage + A_BYTES / 16;
     QueueReader queue;
-    Ring<STAGES> ring;
+    Multiplier<T, 0, B_TRANSPOSED> multiplier(shared, stages, group);
     int lane = threadIdx.x % 32;
     float sums[128];
-    auto release = [&](int slot) {
-        if (lane < 2) barrier_arrive_in_cta(&shared.empty[slot], lane);
-    };
     while (true) {
         Tile tile = tile_of<GATED>(queue.read(shared), rank);
         if (tile.is_last) return;
@@ -209,33 +149,13 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, const Gate
         if (lane == 0) queue.release(shared);
         int row = tile.row + group * 64, rows = tile.rows - group * 64;
         if (rows > 0 && tile.column < n) {
-            int last = 0;
-            for (int block = 0; block < num_blocks; block++) {
-                barrier_wait(&shared.full[ring.slot], ring.parity);
-                uint32_t a = first_a + ring.slot * (STAGE_BYTES / 16), b = first_b + ring.slot * (STAGE_BYTES / 16);
-                wgmma_fence();
-#pragma unroll
-                for (int step = 0; step < TILE_K / 16; step++)
-                    wgmma_256<T, B_TRANSPOSED>(sums, descriptor(a + step * A_STEP, 1),
-                                               descriptor(b + step * B_STEP, B_NEXT), (block | step) != 0);
-                wgmma_commit();
-                wgmma_wait<1>();
-                if (block > 0) release(last);
-                last = ring.slot;
-                ring.advance();
-            }
-            wgmma_wait<0>();
-            release(last);
+            multiplier.multiply(sums, num_blocks);
             if constexpr (GATED)
                 store_gated(sums, c, gate, row, rows, tile.column, n);
             else
                 store(sums, c, row, rows, tile.column, n);
         } else {
-            for (int block = 0; block < num_blocks; block++) {
-                barrier_wait(&shared.full[ring.slot], ring.parity);
-                release(ring.slot);
-                ring.advance();
-            }
+            multiplier.skip(num_blocks);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(&shared.stored[group][queue.ring.slot]);
@@ -244,7 +164,7 @@ __device__ void multiply(Shared& shared, const uint8_t* stages, T* c, const Gate
 }
 
 // Keeps its place in the queue until both warpgroups have stored, so none of them is ever a whole queue ahead of it.
-template <int GATED>
+template <int GATED, typename Scheduler>
 __device__ void keep_books(Shared& shared, Scheduler scheduler, uint32_t* signals, uint32_t* panel_left,
                            int panel_tiles, uint32_t epoch, int n, TileOverlapTrace* trace, uint32_t rank) {
     QueueReader queue;
@@ -285,17 +205,9 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
     const Operands operands = {&a_map, b_maps, k}, second = {&a2_map, b2_maps, k2};
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            barrier_init(&shared.full[i], 1);
-            barrier_init(&shared.empty[i], 2 * 8);  // the math warps of both CTAs
-        }
-        for (int i = 0; i < QUEUE; i++) {
-            barrier_init(&shared.item_full[i], 1);
-            barrier_init(&shared.item_empty[i], QUEUE_READERS);
+        for (int i = 0; i < QUEUE; i++)
             for (int group = 0; group < 2; group++) barrier_init(&shared.stored[group][i], 4);
-        }
-        barrier_init_fence();
-        for (int i = 0; i < QUEUE; i++) barrier_expect(&shared.item_full[i], 16);
+        shared.init(QUEUE_READERS);
     }
     cluster_sync();
 
@@ -305,7 +217,8 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
         if (warp == LOADER) {
             if (lane == 0) load<B_TRANSPOSED, GATED>(shared, stages, operands, second, up_maps, arrivals, trace, rank);
         } else if (warp == CLERK) {
-            Scheduler scheduler = {items, *num_items, claimed, static_cast<int>(gridDim.x / 2)};
+            auto item_of = [&](int claim) { return __ldg(items + claim); };
+            Scheduler<decltype(item_of)> scheduler = {item_of, *num_items, claimed, static_cast<int>(gridDim.x / 2)};
             if (lane == 0)
                 keep_books<GATED>(shared, scheduler, signals, panel_left, panel_tiles, signals ? *epoch : 0, n, trace,
                                   rank);
@@ -324,30 +237,6 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)
 }
 
 static_assert(sizeof(CUtensorMap) == TILEOVERLAP_MAP_BYTES);
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-EncodeTiled encode_tiled() {
-    static EncodeTiled function = [] {
-        void* found = nullptr;
-        cudaDriverEntryPointQueryResult result;
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-        return reinterpret_cast<EncodeTiled>(found);
-    }();
-    return function;
-}
-
-// A row-major [rows, columns] matrix, read in boxes of box_rows x 64 columns.
-int encode(CUtensorMap* map, const void* matrix, uint64_t rows, uint64_t columns, uint32_t box_rows, int is_half) {
-    if (encode_tiled() == nullptr) return cudaErrorNotSupported;
-    cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * 2};
-    cuuint32_t box[2] = {64, box_rows}, steps[2] = {1, 1};
-    return encode_tiled()(map, is_half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-                          const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-}
 
 template <typename T, int B_TRANSPOSED, int GATED>
 int launch(const TileOverlapGemm& gemm, const TileOverlapCourier& courier, const TileOverlapArrivals& arrivals,

@@ -8,6 +8,7 @@
 #include "expert_gemm.cuh"
 #include "layout.cuh"
 #include "schedule.cuh"
+#include "weight_grads.cuh"
 
 namespace tileoverlap {
 
@@ -213,6 +214,13 @@ inline int sum_returned(const Exchange& all, const Channel& returns, const TileO
     SAME(sum, all, num_choices), SAME(sum, all, num_sms);
     sum.num_peers = all.num_ranks;
     return tileoverlap_sum(&sum, stream);
+}
+
+inline int weight_grads(const Exchange& all, const TileOverlapWeightGrads& given, cudaStream_t stream) {
+    TileOverlapWeightGrads grads = given;
+    grads.claimed = all.claimed_items;
+    SAME(grads, all, num_sms);
+    return tileoverlap_weight_grads(&grads, stream);
 }
 
 // One float32 a row to the owners of the rows' tokens.

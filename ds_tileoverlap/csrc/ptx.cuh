@@ -143,6 +143,15 @@ __device__ __forceinline__ void loads_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// A tensor map in global memory gets another number of rows. It is used by later kernels, which acquire it.
+__device__ __forceinline__ void set_map_rows(CUtensorMap* map, uint32_t rows) {
+    asm volatile(
+        "tensormap.replace.tile.global_dim.global.b1024.b32 [%0], 1, %1;\n"
+        "fence.proxy.tensormap::generic.release.gpu;" ::"l"(__cvta_generic_to_global(map)),
+        "r"(rows)
+        : "memory");
+}
+
 // Before a tensor map that lies in global memory is used by a CTA.
 __device__ __forceinline__ void acquire_map(const CUtensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
@@ -195,12 +204,13 @@ __device__ __forceinline__ void wgmma_wait() {
         "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "   \
         "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "  \
         "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "      \
-        "%123, %124, %125, %126, %127}, %128, %129, keep, 1, 1, 0, %131;\n}\n"                                        \
+        "%123, %124, %125, %126, %127}, %128, %129, keep, 1, 1, %131, %132;\n}\n"                                     \
         : TILEOVERLAP_64(d, 0), TILEOVERLAP_64(d, 64)                                                                 \
-        : "l"(a), "l"(b), "r"(accumulate), "n"(B_TRANSPOSED))
+        : "l"(a), "l"(b), "r"(accumulate), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED))
 
-// d[64 x 256] (+)= a[64 x 16] b[256 x 16]^T, from shared-memory descriptors; asynchronous.
-template <typename T, int B_TRANSPOSED>
+// d[64 x 256] (+)= a[64 x 16] b[256 x 16]^T, from shared-memory descriptors; asynchronous. A transposed operand lies in
+// memory k by k.
+template <typename T, int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void wgmma_256(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
         TILEOVERLAP_WGMMA_256("bf16");
