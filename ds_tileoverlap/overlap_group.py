@@ -94,6 +94,8 @@ def _examine(peers: Peers, device: torch.device, profile: str) -> Group:
         return Group(None, reason, None)
     pool = pool_of(peers, device, op)
     _load_kernels(op, pool)
+    if rates is not None and profile == "auto":
+        rates = _confirmed(rates, peers, device)
     return Group(op, None, pool, torch.cuda.get_device_properties(device).multi_processor_count, rates)
 
 
@@ -117,6 +119,17 @@ def _gathered(
     except RuntimeError as error:
         raise peer_error(peers, "layout", error) from error
     return [reported for reported, _ in everyone], everyone[0][1]
+
+
+def _confirmed(rates: Profile, peers: Peers, device: torch.device) -> Profile | None:
+    """A profile that was found by the machine's name, if the machine is as fast as it says; the same on all ranks."""
+    from .planning import confirm
+
+    reason = confirm.why_not(rates, peers, device)
+    if reason and peers.rank == 0:
+        advice = f'ds-tileoverlap tune measures again, "profile": "{rates.name}" takes it all the same'
+        say(f"profile {rates.name} is ignored, as {reason}; {advice}", every_rank=True)
+    return None if reason else rates
 
 
 def _refusal(device: torch.device) -> str | None:

@@ -14,7 +14,7 @@ from test_emulated import GROUPS, E, H, ThreadPools, layer_of
 from ds_tileoverlap import combine, dispatch, overlap_group, overlap_stages
 from ds_tileoverlap.config import TileOverlapConfig
 from ds_tileoverlap.exchange import Peers, peers_of
-from ds_tileoverlap.planning import choices, fit, machine
+from ds_tileoverlap.planning import choices, confirm, fit, machine
 from ds_tileoverlap.planning.choices import Choices, why_sequential
 from ds_tileoverlap.planning.profile import DEFAULT, load
 from ds_tileoverlap.planning.routing import Shape, Unevenness, balanced, draw
@@ -255,6 +255,40 @@ def _rates_of(rank, asked):
 
 def _rates():
     return _rates_of(torch.distributed.get_rank(), "rates.yaml")
+
+
+@pytest.mark.parametrize(
+    "factors,part", [((1.0, 1.0), None), ((1.4, 0.7), None), ((1.6, 1.0), "GEMM"), ((1.0, 1.6), "all-to-all")]
+)
+def test_rates_of_another_machine_are_not_taken(profile, monkeypatch, capsys, factors, part):
+    """The profile's own times, and some that are too far from them."""
+    peers, predicted = Peers(None, 0, (0, 1), 5.0, "layer"), []
+
+    def measured(work, *_):
+        exchange = confirm.all_to_all_us(work.plan.remote_routes, work, profile)
+        predicted.extend([confirm.gemm_us(work, profile, by_torch=True), exchange])
+        return [factor * us for factor, us in zip(factors, predicted)]
+
+    monkeypatch.setattr(confirm, "_measured_us", measured)
+    found = overlap_group._confirmed(profile, peers, torch.device("cpu"))
+    assert all(30 < us < 200 for us in predicted), "short, and long enough to be measured"
+    if part is None:
+        assert found is profile and not capsys.readouterr().out
+    else:
+        line = capsys.readouterr().out
+        assert found is None and f"tile_overlap: profile {DEFAULT} is ignored, as " in line and part in line
+        assert f'"profile": "{DEFAULT}" takes it all the same' in line
+
+
+def _confirmed_worker():
+    peers = peers_of(torch.distributed.group.WORLD, torch.device("cuda", torch.cuda.current_device()), None, "test")
+    found, _ = machine.find("auto", machine.describe(peers.size))
+    return found and confirm.why_not(found, peers, torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_are_as_fast_as_their_profile(two_gpus):
+    assert two_gpus(_confirmed_worker) == [None, None]
 
 
 def test_a_machine_that_cannot_be_described_has_no_rates(monkeypatch, capsys):

@@ -245,16 +245,16 @@ def sequential_us(work: Work, profile: Profile) -> float:
     else:  # expert rows are summed, and what came home
         moved = plan.num_rows + received + sent + work.num_tokens
         copies, host = _us(moved * work.row_bytes, rates.sum_gbs), "combine"
-    device = gemm_us(work, profile, by_torch=True) + _all_to_all_us(plan.remote_sends, work, profile) + copies
+    device = gemm_us(work, profile, by_torch=True) + all_to_all_us(plan.remote_sends, work, profile) + copies
     return max(device, getattr(rates, f"host_{host}_us"))
 
 
 def serial_us(work: Work, profile: Profile) -> float:
     """torch's grouped GEMM, then an all-to-all of every remote row."""
-    return gemm_us(work, profile, by_torch=True) + _all_to_all_us(work.plan.remote_routes, work, profile)
+    return gemm_us(work, profile, by_torch=True) + all_to_all_us(work.plan.remote_routes, work, profile)
 
 
-def _all_to_all_us(rows: list[list[int]], work: Work, profile: Profile) -> float:
+def all_to_all_us(rows: list[list[int]], work: Work, profile: Profile) -> float:
     """Args: rows [W][W] from rank to rank. The busiest rank and direction takes longest."""
     table = np.array(rows)
     busiest = int(max(table.sum(0).max(), table.sum(1).max())) * work.row_bytes
