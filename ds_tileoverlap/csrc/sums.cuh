@@ -22,12 +22,15 @@ __device__ __forceinline__ SumTask sum_task(const TileOverlapCourier& args, int 
     return {sum_line(args, first, lane), sum_line(args, first + 1, lane), first, part / parts_each_panel};
 }
 
+// So many bytes of a row are loaded and added at once, 16 at a time by each lane.
+constexpr int COLUMNS = 2048, VECTORS = COLUMNS / 512;
+
 // Rows on their way to the lanes' registers, in a ring. Each lane loads and reads the same 16 bytes of every 512: no lane
 // waits for another.
 template <typename Memory>
 class RowRing {
 public:
-    static constexpr int BYTES = 2048, VECTORS = BYTES / 512, SLOTS = 2 * Memory::HALF_BYTES / BYTES;
+    static constexpr int SLOTS = sizeof(Memory::halves) / COLUMNS;
 
     __device__ explicit RowRing(Memory& memory) : own(memory.halves[0] + threadIdx.x % 32 * 16) {}
 
@@ -35,7 +38,7 @@ public:
 
     // Some bytes of a row.
     __device__ void load(const char* from, int bytes) {
-        uint8_t* to = own + begun++ % SLOTS * BYTES;
+        uint8_t* to = own + begun++ % SLOTS * COLUMNS;
         int lane_byte = threadIdx.x % 32 * 16;
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
@@ -49,7 +52,7 @@ public:
             loads_wait<SLOTS - 1>();
         else
             loads_wait<0>();
-        return own + taken++ % SLOTS * BYTES;
+        return own + taken++ % SLOTS * COLUMNS;
     }
 
 private:
@@ -77,8 +80,6 @@ public:
     }
 
 private:
-    static constexpr int COLUMNS = RowRing<CourierMemory<1024>>::BYTES;
-
     __device__ void next_columns() {
         at += COLUMNS;
         left = __ballot_sync(~0u, named >= 0);
@@ -135,7 +136,6 @@ public:
 
 private:
     using Ring = RowRing<Memory>;
-    static constexpr int COLUMNS = Ring::BYTES, VECTORS = Ring::VECTORS;
 
     __device__ void wait_for_panel(int panel) {
         if (panel == ready || !courier.in_time) return;
