@@ -235,6 +235,12 @@ def _gates(logits, token, expert, num_tokens, num_experts):
     return logit, gates / tl.where(token < num_tokens, total, 1.0)[:, None], inside
 
 
+@triton.jit
+def _routes(taken, used):
+    """How many of the used tokens took each expert."""
+    return tl.sum((taken & used[:, None]).to(tl.int32), 0)
+
+
 @kernels.Kernel
 @triton.jit(do_not_specialize=["num_tokens", "noisy_from"])
 def _route_kernel(
@@ -270,7 +276,7 @@ def _route_kernel(
     taken = ~inside
     chosen = tl.full((BLOCK, TOP_K_WIDTH), -1, tl.int32)
     weight = tl.zeros((BLOCK, TOP_K_WIDTH), tl.float32)
-    counts = tl.zeros((WIDTH,), tl.int32)
+    row = tl.program_id(0) * num_experts + expert
     for j in tl.static_range(TOP_K):
         noisy = key
         if HAS_NOISE:
@@ -284,18 +290,16 @@ def _route_kernel(
         gate = tl.sum(tl.where(hit, gates, 0.0), 1)
         chosen = tl.where(choice[None, :] == j, tl.where(used, best, -1)[:, None].to(tl.int32), chosen)
         weight = tl.where(choice[None, :] == j, tl.where(used, gate, 0.0)[:, None], weight)
-        counts += tl.sum((hit & used[:, None]).to(tl.int32), 0)
         if j == 0:
-            tl.store(first_counts + tl.program_id(0) * num_experts + expert, counts, expert < num_experts)
+            tl.store(first_counts + row, _routes(taken & inside, used), expert < num_experts)
     if NORMALIZE:
         weight = weight / tl.maximum(tl.sum(weight, 1), 1.1920928955078125e-07)[:, None]
     inside_k = (token < num_tokens)[:, None] & (choice < TOP_K)[None, :]
     place = token[:, None] * TOP_K + choice[None, :]
     tl.store(experts + place, chosen, inside_k)
     tl.store(weights + place, weight, inside_k)
-    row = tl.program_id(0) * num_experts + expert
     tl.store(gate_sums + row, tl.sum(gates, 0), expert < num_experts)
-    tl.store(route_counts + row, counts, expert < num_experts)
+    tl.store(route_counts + row, _routes(taken & inside, used), expert < num_experts)
 
 
 @kernels.Kernel
