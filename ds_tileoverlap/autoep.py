@@ -23,6 +23,7 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import nn
 
+from .ahead import Ahead
 from .config import TileOverlapConfig
 from .expert_form import hooks_of, is_watched
 from .kernels import use_triton
@@ -86,35 +87,12 @@ class TileAutoEPMoELayer(AutoEPMoELayer):
                 rows = (x.float() * routes.weights).to(x.dtype)
                 routes = replace(routes, weights=torch.ones_like(routes.weights))
 
-        shared = Ahead(self, "shared_experts", x)
-
         def from_layout_to_combine(rows: torch.Tensor) -> torch.Tensor:
-            experts = run.experts(self.experts)
-            return run.routed_experts(rows, routes, experts, peers, self.num_experts, stages, meanwhile=shared.compute)
+            return run.routed_experts(rows, routes, run.experts(self.experts), peers, self.num_experts, stages)
 
-        output = self.experts(rows, from_layout_to_combine)
-        with shared:
+        with Ahead(self, ("shared_experts",), x) as shared, run.meanwhile(shared.compute):
+            output = self.experts(rows, from_layout_to_combine)
             return self._finalize_output(output.reshape(hidden_states.shape), x, hidden_states, hidden_size)
-
-
-class Ahead:
-    """A submodule's output, made before its owner's own code asks for it; nothing where there is no submodule."""
-
-    def __init__(self, owner: nn.Module, name: str, x: torch.Tensor):
-        self._owner, self._name, self._x, self._output = owner, name, x, None
-
-    def compute(self) -> None:
-        module = getattr(self._owner, self._name)
-        self._output = None if module is None else module(self._x)
-
-    def __enter__(self) -> None:
-        if self._output is not None:
-            # Comes before the submodules when the owner looks the name up.
-            vars(self._owner)[self._name] = lambda _: self._output
-
-    def __exit__(self, *_: object) -> None:
-        if self._output is not None:
-            del vars(self._owner)[self._name]
 
 
 def route(x: torch.Tensor, router: TokenChoiceTopKRouter, expert_bias: torch.Tensor | None) -> Routes:

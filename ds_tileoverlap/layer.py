@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
 from . import overlap, overlap_group, reference, sequential, symmetric_layout
+from .ahead import Ahead
 from .config import TileOverlapConfig
 from .exchange import Peers, peers_of
 from .layout import Plan, layout
@@ -28,7 +30,21 @@ if TYPE_CHECKING:
     from .planning.choices import Choices
 
 
-class MoE(deepspeed_layer.MoE):
+class ResidualMoE(deepspeed_layer.MoE):
+    """``MoE`` whose dense part, if it has one, runs while the counts of the routed part are on their way."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        routed = self.deepspeed_moe
+        # Experts that run as they are may draw random numbers, which upstream's dense part draws after them.
+        if not self.use_residual or type(routed) is not TileMOELayer or not routed.draws_nothing():
+            return super().forward(hidden_states, used_token)
+        with Ahead(self, ("mlp", "coefficient"), hidden_states) as dense, routed.tile_overlap.meanwhile(dense.compute):
+            return super().forward(hidden_states, used_token)
+
+
+class MoE(ResidualMoE):
     """``deepspeed.moe.layer.MoE`` whose routed part runs on this package.
 
     Constructor, parameters, state-dict keys, process groups and ``forward(hidden_states, used_token=None) ->
@@ -103,6 +119,10 @@ class TileMOELayer(MOELayer):
             output = _all_shares(output, num_tokens)
         return output.reshape(hidden_states.shape)
 
+    def draws_nothing(self) -> bool:
+        """Whether the experts are of a form that draws no random numbers."""
+        return self.tile_overlap.experts(self.experts.deepspeed_experts).form is not None
+
     def _set_ep_group(self, ep_group: torch.distributed.ProcessGroup) -> None:
         super()._set_ep_group(ep_group)
         self._tag_parameters()
@@ -142,6 +162,16 @@ class LayerRuntime:
         self._peers: Peers | None = None
         self._said: set[str] = set()
         self._choices: Choices | None = None
+        self._meanwhile: Callable[[], None] | None = None
+
+    @contextmanager
+    def meanwhile(self, work: Callable[[], None]) -> Iterator[None]:
+        """Within the block, forwards queue this work for the device while their counts are on their way."""
+        self._meanwhile = work
+        try:
+            yield
+        finally:
+            self._meanwhile = None
 
     def experts(self, modules: nn.Module) -> LocalExperts:
         """The local experts, looked at again where any of them changed."""
@@ -162,13 +192,9 @@ class LayerRuntime:
         peers: Peers,
         num_experts: int,
         stages: Stages,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """The stages from layout to combine: tokens [T, H] -> [T, H], on the backend that the whole group can run.
-
-        Args:
-            meanwhile: queues work for the device while the counts are on their way to the host.
-        """
+        """The stages from layout to combine: tokens [T, H] -> [T, H], on the backend that the whole group can run."""
+        meanwhile = self._meanwhile or (lambda: None)
         group, again = self.overlap_group(peers, x.device), self.config.recompute_dispatch
         if group is None:
             with stages("layout"):
@@ -257,6 +283,8 @@ def adopt(moe: deepspeed_layer.MoE, config: TileOverlapConfig, name: str) -> Non
     if reason := refusal(moe):
         raise ValueError(f"tile_overlap cannot run MoE layer '{name}': {reason}")
     moe.deepspeed_moe.__class__ = TileMOELayer
+    if type(moe) is deepspeed_layer.MoE and moe.use_residual:
+        moe.__class__ = ResidualMoE
     moe.deepspeed_moe.tile_overlap = LayerRuntime(config, name)
 
 
@@ -265,6 +293,8 @@ def release(moe: deepspeed_layer.MoE) -> None:
     if type(moe.deepspeed_moe) is TileMOELayer:
         del moe.deepspeed_moe.tile_overlap
         moe.deepspeed_moe.__class__ = MOELayer
+    if type(moe) is ResidualMoE:
+        moe.__class__ = deepspeed_layer.MoE
 
 
 def _check_arguments(hidden_size: int, num_experts: int, ep_size: int, k: int) -> None:

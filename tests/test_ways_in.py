@@ -23,6 +23,7 @@ from torch import nn
 
 import ds_tileoverlap
 from ds_tileoverlap import MoE, configure, run
+from ds_tileoverlap.exchange import HostCopy
 from ds_tileoverlap.layer import TileMOELayer
 
 # The first start of DeepSpeed on a machine compiles its shared-memory collectives, which takes minutes.
@@ -75,6 +76,42 @@ def test_class_computes_what_deepspeed_does(use_residual):
     layer, theirs = (fill(kind(H, mlp(), E, **options)) for kind in (MoE, StockMoE))
     x, grad = tokens(1, 3, 11), tokens(2, 3, 11)
     assert_close(backward_of(layer, x, grad), backward_of(theirs, x, grad))
+
+
+def _order_of(layer, monkeypatch):
+    """In which order a residual layer's dense part is called and the counts are waited for."""
+    order, wait = [], HostCopy.wait
+    for name in ("mlp", "coefficient"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: order.append(name))
+    monkeypatch.setattr(HostCopy, "wait", lambda self: order.append("counts") or wait(self))
+    layer(tokens(1, 9))
+    return order
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["class", "converted"])
+def test_a_dense_part_runs_while_the_counts_are_on_their_way(converted, monkeypatch):
+    layer = fill((StockMoE if converted else MoE)(H, mlp(), E, k=2, use_residual=True, drop_tokens=False))
+    dense = layer.mlp
+    configure(layer, {"tile_overlap": {"enabled": True}})
+    assert _order_of(layer, monkeypatch) == ["mlp", "coefficient", "counts"]
+    assert layer.mlp is dense and "mlp" not in vars(layer)
+    monkeypatch.setattr(layer, "coefficient", nn.Linear(H + 1, 2))
+    with pytest.raises(RuntimeError):
+        layer(tokens(1, 9))
+    assert layer.mlp is dense, "after an error too"
+    configure(layer, {"tile_overlap": {"enabled": False}})
+    assert type(layer) is (StockMoE if converted else MoE)
+
+
+def test_random_numbers_of_a_dense_part_are_drawn_after_those_of_the_experts(monkeypatch):
+    expert, options = nn.Sequential(*mlp(), nn.Dropout(0.5)), dict(k=1, use_residual=True, drop_tokens=False)
+    layer, theirs = (fill(kind(H, expert, 1, **options)) for kind in (MoE, StockMoE))
+    x, found = tokens(1, 9), []
+    for each in (layer, theirs):
+        torch.manual_seed(7)
+        found.append(each(x)[0])
+    torch.testing.assert_close(*found)
+    assert _order_of(layer, monkeypatch) == ["counts", "mlp", "coefficient"]
 
 
 def test_wrong_arguments_in_one_error():
