@@ -21,8 +21,9 @@ from .config import ConfigError, TileOverlapConfig  # noqa: E402
 from .exchange import PeerError  # noqa: E402
 from .initialize import configure, initialize, install  # noqa: E402
 from .layer import MoE  # noqa: E402
+from .overlap_group import close  # noqa: E402
 
 install()
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "MoE", "PeerError", "TileOverlapConfig", "configure", "initialize"]
+__all__ = ["ConfigError", "MoE", "PeerError", "TileOverlapConfig", "close", "configure", "initialize"]

@@ -167,20 +167,3 @@ class Pool:
         """Waits until every rank of the group has come here with an idle device."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.peers.group, device_ids=[self.device.index])
-
-
-_POOLS: dict[dist.ProcessGroup, Pool] = {}
-
-
-def pool_of(peers: Peers, device: torch.device, op) -> Pool:
-    """The group's pool; the first call is collective."""
-    pool = _POOLS.get(peers.group)
-    if pool is None:
-        pool = _POOLS[peers.group] = Pool(peers, device, op)
-    return pool
-
-
-def close_pools() -> None:
-    """Frees the symmetric memory of all groups; all ranks call this, with nothing left to run."""
-    for group in list(_POOLS):
-        _POOLS.pop(group).close()

@@ -246,7 +246,8 @@ class LayerRuntime:
         """What the group's profile decides for these experts; ``None`` where there is none, or nothing to decide."""
         if group.profile is None or reason is not None:
             return None
-        if self._choices is None or self._choices.experts is not experts:
+        known = self._choices
+        if known is None or known.experts is not experts or known.group is not group:
             from .planning.choices import Choices  # with PyYAML, for those alone who have a profile
 
             self._choices = Choices(group, self.config, experts, num_experts, top_k, peers)

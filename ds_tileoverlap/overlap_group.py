@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .buffer import Pool, pool_of
+from .buffer import Pool
 from .exchange import PeerError, Peers, peer_error
 from .kernels import raw_stream
 from .log import say
@@ -72,6 +72,16 @@ def group_of(peers: Peers, device: torch.device, profile: str = "auto") -> Group
     return found
 
 
+def close() -> None:
+    """Frees the symmetric memory of all groups; a later forward makes it anew.
+
+    All ranks call it, when no backward is still to come.
+    """
+    for group in list(_GROUPS):
+        if pool := _GROUPS.pop(group).pool:
+            pool.close()
+
+
 def _examine(peers: Peers, device: torch.device, profile: str) -> Group:
     if peers.size == 1:
         return Group(None, "the expert-parallel group has one rank, which exchanges nothing", None)
@@ -92,7 +102,7 @@ def _examine(peers: Peers, device: torch.device, profile: str) -> Group:
     reason = _common_refusal(everyone, peers)
     if reason is not None:
         return Group(None, reason, None)
-    pool = pool_of(peers, device, op)
+    pool = Pool(peers, device, op)
     _load_kernels(op, pool)
     if rates is not None and profile == "auto":
         rates = _confirmed(rates, peers, device)

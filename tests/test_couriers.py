@@ -19,7 +19,7 @@ from emulated_op import Host, build
 from models import mlp, ours, stock
 from virtual_ranks import GUARDS, HOME, STAGES, TOKENS, Late, ManyStreams, Use, play
 
-from ds_tileoverlap import buffer, dispatch, exchange, overlap_group, symmetric_layout
+from ds_tileoverlap import dispatch, exchange, overlap_group, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig
 from ds_tileoverlap.overlap_stages import Operand, project_arriving, return_while_computed, run_of
 from ds_tileoverlap.route import Routes
@@ -466,8 +466,7 @@ class OwnGroup:
         # After an error the ranks are not together any more, and their processes end anyway.
         if error is None:
             self.check()
-            overlap_group._GROUPS.pop(self._group)
-            buffer._POOLS.pop(self._group).close()
+            overlap_group._GROUPS.pop(self._group).pool.close()
 
     def check(self):
         torch.cuda.synchronize()
@@ -753,7 +752,7 @@ def _long_run():
             y, _, _ = layer(next_input(y, codes[kind][index]))
             wrong[iteration, index] = (y != expected[kind][index]).sum()
         if before is None:
-            pool = buffer._POOLS[layers[0].deepspeed_moe.ep_group]
+            pool = overlap_group._GROUPS[layers[0].deepspeed_moe.ep_group].pool
             before = int(pool.returns.epoch) - NUM_LAYERS
     torch.cuda.synchronize()
     overlap_group.check_failure(pool.failure, pool.peers)

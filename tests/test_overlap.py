@@ -7,7 +7,7 @@ import torch
 from models import Gated, T, assert_close, backward_of, fill, mlp, ours, stock, tanh_mlp, tokens
 from test_gpu import ERRORS, relative_errors
 
-from ds_tileoverlap import buffer, layout, overlap, overlap_group, route, schedule, symmetric_layout
+from ds_tileoverlap import close, layout, overlap, overlap_group, route, schedule, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig
 from ds_tileoverlap.exchange import peers_of
 from ds_tileoverlap.local_experts import LocalExperts
@@ -92,8 +92,8 @@ def overlapped(form, dtype, hidden, intermediate, options=None, **layer_options)
 
 def returns_of(layer):
     """How many forwards and backwards of the layer's group returned rows so far."""
-    pool = buffer._POOLS.get(layer.deepspeed_moe.ep_group)
-    return int(pool.returns.epoch) if pool else 0
+    group = overlap_group._GROUPS.get(layer.deepspeed_moe.ep_group)
+    return int(group.pool.returns.epoch) if group else 0
 
 
 def _parity(form, dtype, hidden, intermediate, num_experts, lengths, k, options):
@@ -111,6 +111,22 @@ def _parity(form, dtype, hidden, intermediate, num_experts, lengths, k, options)
         assert max(errors.values()) <= ERRORS[dtype], errors
         again = backward_of(mine, x, grad)
         assert all(torch.equal(again[name], got[name]) for name in got)
+
+
+def _closed():
+    mine, _, device = overlapped("gated", torch.bfloat16, 64, 128, k=2, num_experts=8)
+    x, found = tokens(1 + torch.distributed.get_rank(), 300, hidden=64, dtype=torch.bfloat16).to(device), []
+    for _ in range(2):
+        found.append(backward_of(mine, x, x))
+        pool = overlap_group._GROUPS[mine.deepspeed_moe.ep_group].pool
+        close()
+        assert not overlap_group._GROUPS and not any(channel.capacity_bytes for channel in pool.channels)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.gpu(2)
+def test_memory_is_freed_and_made_anew(two_gpus):
+    two_gpus(_closed)
 
 
 @pytest.mark.gpu(2)

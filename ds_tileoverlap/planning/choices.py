@@ -37,7 +37,7 @@ class Choices:
         top_k: int,
         peers: Peers,
     ):
-        self.experts, self._group, self._config, self._peers = experts, group, config, peers
+        self.experts, self.group, self._config, self._peers = experts, group, config, peers
         self._layer = (*experts.down_shape(), num_experts, top_k)
         self._gated, self._options = experts.form.gate is not None, config.model_dump_json()
         self._found: dict[int, str | None] = {}
@@ -52,9 +52,9 @@ class Choices:
     def _first(self, size: int) -> str | None:
         top_k = self._layer[-1]
         shape = Shape(*self._layer, tokens=min(max(2**size // (2 * top_k), 1), MOST_TOKENS))
-        key, decided = (shape, self._gated, self._options), self._group.decided
+        key, decided = (shape, self._gated, self._options), self.group.decided
         if key not in decided:
-            why = decided[key] = why_sequential(shape, self._peers.size, self._group.profile, self._config, self._gated)
+            why = decided[key] = why_sequential(shape, self._peers.size, self.group.profile, self._config, self._gated)
             if why and self._peers.rank == 0:
                 say(
                     f"MoE layers like '{self._peers.layer}' with about {shape.tokens} tokens a rank are sequential "
