@@ -90,10 +90,37 @@ class Counting:
         Raises:
             PeerError: the counts of a rank did not come.
         """
-        peers, records, op = self.peers, self.group.pool.records, self.group.op
-        size, num_experts, (num_tokens, top_k) = peers.size, self._num_experts, self._experts.shape
+        sums, tally, sent_tokens = self._placed()
+        returns = returns_of(self.config, sums, self.row_bytes, self.group.segment_bytes)
+        overlaps = tally.all_can_overlap and not (self._choices and self._choices.why_sequential(tally.most_routed))
+        gemms = [(n, ARRIVALS) for n in dict.fromkeys(arriving)] + [(n, returns) for n in dict.fromkeys(returning)]
+        schedules = tilings(self.group.op, self.row_bytes, gemms) if overlaps else []
+        choice_rows, row_sources, row_weights = self._received(tally, schedules)
+        self.schedules.update({(schedule.n, schedule.returns): schedule for schedule in schedules})
+        host_counts = self.group.pool.host_counts[: self.counts.numel()].clone()
+        size, top_k = self.peers.size, self._experts.shape[1]
+        self.plan = Plan(
+            self.peers,
+            host_counts.view(size, -1),
+            self.counts.view(size, -1),
+            sent_tokens[: tally.num_sent],
+            self._choice_slots,
+            self._token_slots,
+            choice_rows[: tally.num_received * top_k].view(-1, top_k),
+            row_sources[: tally.num_rows],
+            row_weights[: tally.num_rows].view(torch.float32),
+            self._row_offsets,
+            self._slots,
+            returns,
+            overlaps,
+        ).but(tally=tally)
+        return self.plan
+
+    def _placed(self) -> tuple[bool, Tally, torch.Tensor]:
+        """Waits for the counts and says where this rank's routes go: whether as sums, the tally, the sent tokens."""
+        records, (num_tokens, top_k) = self.group.pool.records, self._experts.shape
         record_bytes = -(-2 * top_k // 4) * 16
-        sent_tokens = self._experts.new_empty(num_tokens * min(top_k, size))
+        sent_tokens = self._experts.new_empty(num_tokens * min(top_k, self.peers.size))
         routes = dict(
             experts=self._experts.data_ptr(),
             weights=self._weights.data_ptr(),
@@ -105,54 +132,11 @@ class Counting:
             slots=self._slots.data_ptr(),
         )
         sums, is_placed, tally = self._wait_and_place(routes, records.capacity_bytes // record_bytes)
-        host_counts = self.group.pool.host_counts[: self.counts.numel()].clone()
-        returns = returns_of(self.config, sums, self.row_bytes, self.group.segment_bytes)
         if not is_placed:
             most = tally.most_received * record_bytes
             records.reserve(most, 2 * most)
-            op.place(self.exchange, records.native, self._stream, returns_sums=sums, **routes)
-
-        gemms = [(n, ARRIVALS) for n in dict.fromkeys(arriving)] + [(n, returns) for n in dict.fromkeys(returning)]
-        overlaps = tally.all_can_overlap and not (self._choices and self._choices.why_sequential(tally.most_routed))
-        schedules = tilings(op, self.row_bytes, gemms) if overlaps else []
-        natives = [schedule.native for schedule in schedules]
-        num_choices = tally.num_received * top_k
-        sizes = [-(-n // 4) * 4 for n in (num_choices, tally.num_rows, tally.num_rows)]
-        first = sum(sizes)
-        sizes.append(op.place_lists(natives, 0, tally.num_rows, size, num_experts // size))
-        parts = self._experts.new_empty(first + sizes[-1]).split_with_sizes(sizes)
-        choice_rows, row_sources, row_weights, lists = parts
-        op.schedule_and_receive(
-            self.exchange,
-            records.native,
-            natives,
-            lists.data_ptr(),
-            self._stream,
-            num_received=tally.num_received,
-            choice_rows=choice_rows.data_ptr(),
-            row_sources=row_sources.data_ptr(),
-            row_weights=row_weights.data_ptr(),
-            row_offsets=self._row_offsets.data_ptr(),
-        )
-        for schedule in schedules:
-            schedule.words = lists
-        self.schedules.update({(schedule.n, schedule.returns): schedule for schedule in schedules})
-        self.plan = Plan(
-            peers,
-            host_counts.view(size, -1),
-            self.counts.view(size, -1),
-            sent_tokens[: tally.num_sent],
-            self._choice_slots,
-            self._token_slots,
-            choice_rows[:num_choices].view(-1, top_k),
-            row_sources[: tally.num_rows],
-            row_weights[: tally.num_rows].view(torch.float32),
-            self._row_offsets,
-            self._slots,
-            returns,
-            overlaps,
-        ).but(tally=tally)
-        return self.plan
+            self.group.op.place(self.exchange, records.native, self._stream, returns_sums=sums, **routes)
+        return sums, tally, sent_tokens
 
     def _wait_and_place(self, routes: dict[str, int], most_records: int) -> tuple[bool, bool, Tally]:
         """Whether rows return as sums, whether so many records had room and were sent, and what the counts say."""
@@ -174,6 +158,31 @@ class Counting:
         check_failure(pool.host_failure, self.peers)
         sums, is_placed, tally = found
         return bool(sums), is_placed, Tally(*tally)
+
+    def _received(self, tally: Tally, schedules: list[Schedule]) -> list[torch.Tensor]:
+        """Where the routes that come here go, choice_rows, row_sources and row_weights, padded; fills the schedules."""
+        op, natives = self.group.op, [schedule.native for schedule in schedules]
+        counts = (tally.num_received * self._experts.shape[1], tally.num_rows, tally.num_rows)
+        sizes = [-(-count // 4) * 4 for count in counts]
+        size = self.peers.size
+        sizes.append(op.place_lists(natives, 0, tally.num_rows, size, self._num_experts // size))
+        *routes, lists = self._experts.new_empty(sum(sizes)).split_with_sizes(sizes)
+        choice_rows, row_sources, row_weights = routes
+        op.schedule_and_receive(
+            self.exchange,
+            self.group.pool.records.native,
+            natives,
+            lists.data_ptr(),
+            self._stream,
+            num_received=tally.num_received,
+            choice_rows=choice_rows.data_ptr(),
+            row_sources=row_sources.data_ptr(),
+            row_weights=row_weights.data_ptr(),
+            row_offsets=self._row_offsets.data_ptr(),
+        )
+        for schedule in schedules:
+            schedule.words = lists
+        return routes
 
 
 def exchange_of(group: Group, peers: Peers, counts: torch.Tensor, num_experts: int, num_tokens: int, top_k: int):
