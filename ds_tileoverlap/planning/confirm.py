@@ -28,7 +28,7 @@ SAMPLES = 7
 def why_not(profile: Profile, peers: Peers, device: torch.device) -> str | None:
     """What the group's ranks are not as fast at as the profile says, the same on all of them; ``None`` if nothing.
 
-    Collective; takes milliseconds and about 100 MB for as long.
+    Collective; takes milliseconds and about 200 MB for as long.
     """
     work = _work(peers)
     predicted = {
@@ -42,8 +42,8 @@ def why_not(profile: Profile, peers: Peers, device: torch.device) -> str | None:
 
 
 def _work(peers: Peers) -> Work:
-    """A down projection that takes about as long as an exchange of its results."""
-    shape = Shape(hidden=2048, intermediate=1024, experts=8 * peers.size, top_k=4, tokens=2048)
+    """A down projection and an exchange of its results: alike long, and longer than the host takes to launch them."""
+    shape = Shape(hidden=2048, intermediate=1024, experts=8 * peers.size, top_k=4, tokens=4096)
     plan = balanced(shape, peers.size)
     plan = plan.but(returns=choose_returns(TileOverlapConfig(combine="rows"), plan.tally, shape.row_bytes))
     return Work(stages_of(shape, plan.returns)[1], plan, shape)
