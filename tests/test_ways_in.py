@@ -384,6 +384,8 @@ for step in range(2):
     engine.step()
 print(f"rank={args.local_rank} width={args.width} main={__name__} script={sys.argv[0]} "
       f"inner={type(layer.deepspeed_moe).__name__} loss={loss.item():.8f}", flush=True)
+# gloo's threads, if any live when Python ends, may abort the process.
+deepspeed.comm.destroy_process_group()
 """
 
 
