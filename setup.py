@@ -18,7 +18,7 @@ if os.environ.get("DS_BUILD_TILEOVERLAP") == "1":
 
 setup(
     name="ds_tileoverlap",
-    version="0.1.0",
+    version=versions["VERSION"],
     description="A drop-in for deepspeed.moe.layer.MoE that overlaps expert GEMMs with their exchanges",
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",

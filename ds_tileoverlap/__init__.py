@@ -7,7 +7,7 @@ One layer, stage by stage; each stage is the file of its name:
 
 ``layer.py`` calls the stages in this order; ``layout.Plan`` is the one object that travels from layout to the last
 stage and into backward. ``sequential.py`` and ``reference.py`` are two sets of the same stages. Transport is in
-``exchange.py``, limits and options are in ``config.py``.
+``exchange.py``, options are in ``config.py``.
 
 Importing the package makes ``deepspeed.initialize`` read the ``"tile_overlap"`` block of ds_config. Without that block
 and without :class:`MoE` nothing changes.
@@ -25,5 +25,5 @@ from .overlap_group import close  # noqa: E402
 
 install()
 
-__version__ = "0.1.0"
+__version__ = versions.VERSION
 __all__ = ["ConfigError", "MoE", "PeerError", "TileOverlapConfig", "close", "configure", "initialize"]

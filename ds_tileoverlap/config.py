@@ -1,4 +1,4 @@
-"""The ``"tile_overlap"`` block of ds_config: what may stand there, and the one place that states limits."""
+"""The ``"tile_overlap"`` block of ds_config: the options, and the one place that states their ranges."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TileOverlapConfig(DeepSpeedConfigModel):
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="a number of seconds above 0, or null for the process group's own time-out"
     )
-    """How long a rank waits for the others before it raises an error that names the missing ones."""
+    """How long a rank waits for the others before it raises; values below the process group's own have no effect."""
 
     log_every: Annotated[int, Field(ge=0)] = Field(0, description="a number of steps, or 0 for never")
     """Rank 0 prints a line every so many steps: how even the experts' load is, and what was dropped."""

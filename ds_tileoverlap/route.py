@@ -25,14 +25,14 @@ class Routes:
     Attributes:
         experts: [T, k] int32 global expert ids in the order of choice; -1 where the route was dropped.
         weights: [T, k] float32, differentiable; 0 where the route was dropped.
-        l_aux: float32 scalar, the load-balancing loss.
-        exp_counts: [E] int64, this rank's routes to each expert before dropping.
+        l_aux: float32 scalar, the load-balancing loss; ``None`` where the model computes its own.
+        exp_counts: [E] int64, this rank's routes to each expert before dropping; ``None`` where nobody asks for them.
     """
 
     experts: torch.Tensor
     weights: torch.Tensor
-    l_aux: torch.Tensor
-    exp_counts: torch.Tensor
+    l_aux: torch.Tensor | None
+    exp_counts: torch.Tensor | None
 
 
 @dataclass(frozen=True)

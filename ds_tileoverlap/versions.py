@@ -1,10 +1,12 @@
-"""The versions this package is tested with: one table for the installer, the import check and the README."""
+"""This package's version, and those it is tested with: one table for the installer, the import check and the README."""
 
 import contextlib
 import re
 import sys
 from importlib import metadata
 from types import ModuleType
+
+VERSION = "0.1.0"
 
 # name -> (first tested version, first version known or suspected not to work; None where no limit is known)
 TESTED = {
