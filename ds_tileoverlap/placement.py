@@ -81,25 +81,38 @@ def place_tokens(
         ``[[0, -1, 1], [-1, 1, -1], [0, -1, 1]]``.
     """
     num_tokens, top_k = experts.shape
-    num_experts = counted.counts.numel() - num_ranks - 1
     most_sent = min(top_k, num_ranks) * num_tokens
     sent_tokens, sent_routes = experts.new_empty(most_sent), experts.new_empty(most_sent, 2 * top_k)
     choice_slots, token_slots = torch.empty_like(experts), torch.empty_like(experts)
-    weight_bits = weights.detach().contiguous().view(torch.int32)
-    if not (kernels.use_triton(experts) and num_tokens):
-        ranks = _ranks(experts, num_experts // num_ranks)
-        visits = _one_hot(ranks, num_ranks).any(1)
-        slots = (visits.t().flatten().cumsum(0) - 1).view(num_ranks, num_tokens).t()
-        choice_slots.copy_(torch.where(ranks >= 0, slots.gather(1, ranks.clamp(min=0)), -1))
-        repeated = (ranks.unsqueeze(2) == ranks.unsqueeze(1)).tril(-1).any(2)
-        token_slots.copy_(choice_slots.masked_fill(repeated, -1))
-        token, rank = visits.nonzero(as_tuple=True)
-        slot = slots[token, rank]
-        sent_tokens[slot] = token.int()
-        theirs = ranks[token] == rank.unsqueeze(1)
-        local = torch.where(theirs, experts[token] % (num_experts // num_ranks), -1)
-        sent_routes[slot] = torch.cat([local, weight_bits[token]], 1)
-        return sent_tokens, choice_slots, token_slots, sent_routes
+    places = (sent_tokens, choice_slots, token_slots, sent_routes)
+    place = _place_tokens_triton if kernels.use_triton(experts) and num_tokens else _place_tokens_plain
+    place(experts, weights.detach().contiguous().view(torch.int32), counted, num_ranks, *places)
+    return places
+
+
+def _place_tokens_plain(
+    experts, weight_bits, counted, num_ranks, sent_tokens, choice_slots, token_slots, sent_routes
+) -> None:
+    num_local_experts = (counted.counts.numel() - num_ranks - 1) // num_ranks
+    ranks = _ranks(experts, num_local_experts)
+    visits = _one_hot(ranks, num_ranks).any(1)
+    slots = (visits.t().flatten().cumsum(0) - 1).view(num_ranks, len(experts)).t()
+    choice_slots.copy_(torch.where(ranks >= 0, slots.gather(1, ranks.clamp(min=0)), -1))
+    repeated = (ranks.unsqueeze(2) == ranks.unsqueeze(1)).tril(-1).any(2)
+    token_slots.copy_(choice_slots.masked_fill(repeated, -1))
+    token, rank = visits.nonzero(as_tuple=True)
+    slot = slots[token, rank]
+    sent_tokens[slot] = token.int()
+    theirs = ranks[token] == rank.unsqueeze(1)
+    local = torch.where(theirs, experts[token] % num_local_experts, -1)
+    sent_routes[slot] = torch.cat([local, weight_bits[token]], 1)
+
+
+def _place_tokens_triton(
+    experts, weight_bits, counted, num_ranks, sent_tokens, choice_slots, token_slots, sent_routes
+) -> None:
+    num_tokens, top_k = experts.shape
+    num_experts = counted.counts.numel() - num_ranks - 1
     tile, num_blocks = _token_tile(num_tokens, num_experts, num_ranks)
     _place_tokens_kernel[(num_blocks,)](
         experts,
@@ -119,7 +132,6 @@ def place_tokens(
         RANKS=tile["RANKS"],
         BLOCKS=kernels.tile_rows(tile["RANKS"], most=64),
     )
-    return sent_tokens, choice_slots, token_slots, sent_routes
 
 
 def place_rows(
@@ -141,25 +153,34 @@ def place_rows(
         sources ``[1, 0, 0]``.
     """
     num_received, top_k = received.shape[0], received.shape[1] // 2
-    choice_rows = received.new_empty(num_received, top_k)
-    row_sources = received.new_empty(num_rows)
+    choice_rows, row_sources = received.new_empty(num_received, top_k), received.new_empty(num_rows)
     row_weights = received.new_empty(num_rows, dtype=torch.float32)
-    if not (kernels.use_triton(received) and num_received):
-        experts, weights = received[:, :top_k].flatten(), received[:, top_k:].contiguous().view(torch.float32).flatten()
-        one_hot = _one_hot(experts, num_local_experts)
-        row_offsets = F.pad(one_hot.sum(0).cumsum(0, dtype=torch.int32), (1, 0))
-        earlier = one_hot.roll(-first * top_k, 0).cumsum(0).roll(first * top_k, 0) - 1
-        rows = torch.where(one_hot, earlier + row_offsets[:-1], -1).amax(1)
-        choice_rows.copy_(rows.view(num_received, top_k))
-        taken = rows >= 0
-        row_sources[rows[taken]] = taken.nonzero().squeeze(1).int() // top_k
-        row_weights[rows[taken]] = weights[taken]
-        return choice_rows, row_sources, row_weights, row_offsets
+    row_offsets = received.new_empty(num_local_experts + 1)
+    places = (choice_rows, row_sources, row_weights, row_offsets)
+    place = _place_rows_triton if kernels.use_triton(received) and num_received else _place_rows_plain
+    place(received, num_local_experts, first, *places)
+    return places
+
+
+def _place_rows_plain(received, num_local_experts, first, choice_rows, row_sources, row_weights, row_offsets) -> None:
+    num_received, top_k = choice_rows.shape
+    experts, weights = received[:, :top_k].flatten(), received[:, top_k:].contiguous().view(torch.float32).flatten()
+    one_hot = _one_hot(experts, num_local_experts)
+    row_offsets.copy_(F.pad(one_hot.sum(0).cumsum(0), (1, 0)))
+    earlier = one_hot.roll(-first * top_k, 0).cumsum(0).roll(first * top_k, 0) - 1
+    rows = torch.where(one_hot, earlier + row_offsets[:-1], -1).amax(1)
+    choice_rows.copy_(rows.view(num_received, top_k))
+    taken = rows >= 0
+    row_sources[rows[taken]] = taken.nonzero().squeeze(1).int() // top_k
+    row_weights[rows[taken]] = weights[taken]
+
+
+def _place_rows_triton(received, num_local_experts, first, choice_rows, row_sources, row_weights, row_offsets) -> None:
+    num_received, top_k = choice_rows.shape
     width = kernels.power_of_2(num_local_experts)
     block = kernels.tile_rows(width)
     num_blocks = triton.cdiv(num_received * top_k, block)
     block_starts = received.new_empty(num_blocks, num_local_experts)
-    row_offsets = received.new_empty(num_local_experts + 1)
     sizes = dict(TOP_K=top_k, BLOCK=block, WIDTH=width)
     _count_rows_kernel[(num_blocks,)](
         received, block_starts, num_received * top_k, first * top_k, num_local_experts, **sizes
@@ -179,7 +200,6 @@ def place_rows(
         num_local_experts,
         **sizes,
     )
-    return choice_rows, row_sources, row_weights, row_offsets
 
 
 def _ranks(experts: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
