@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -27,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from . import versions
+from .appearing import appearing
 from .config import BLOCK, ConfigError, parse
 from .ranks import running
 
@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; returns 0, or 1 where there is a fault, or 2 where the bundle would replace a file."""
-    if arguments.bundle and arguments.bundle.exists():
-        print(f"ds-tileoverlap: --bundle: {arguments.bundle} exists already", file=sys.stderr)
+    """Prints the report; returns 0, or 1 where there is a fault, or 2 where there is no place for the bundle."""
+    if arguments.bundle and (fault := _no_place(arguments.bundle)):
+        print(f"ds-tileoverlap: --bundle: {fault}", file=sys.stderr)
         return 2
     found = list(checks(arguments.config, not arguments.no_exchange))
     report = {"checks": [check._asdict() for check in found], "sound": all(c.status != FAULT for c in found)}
@@ -66,6 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
         _write_bundle(arguments.bundle, report)
         print(f"{arguments.bundle}: written", file=sys.stderr)
     return 0 if report["sound"] else 1
+
+
+def _no_place(bundle: Path) -> str | None:
+    if bundle.exists():
+        return f"{bundle} exists already"
+    return None if bundle.parent.is_dir() else f"got no folder {bundle.parent}, expected one to put {bundle.name} into"
 
 
 def checks(config: Path | None = None, exchange: bool = True) -> Iterator[Check]:
@@ -269,13 +275,11 @@ def _write_bundle(path: Path, report: dict) -> None:
         "nvidia-smi.txt": _output_of("nvidia-smi", "-q"),
         "topology.txt": _output_of("nvidia-smi", "topo", "-m"),
     }
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-        with tarfile.open(fileobj=part, mode="w:gz") as archive:
-            for name, text in outputs.items():
-                entry, data = tarfile.TarInfo(f"ds-tileoverlap/{name}"), text.encode()
-                entry.size = len(data)
-                archive.addfile(entry, BytesIO(data))
-    os.replace(part.name, path)
+    with appearing(path) as part, tarfile.open(part, "w:gz") as archive:
+        for name, text in outputs.items():
+            entry, data = tarfile.TarInfo(f"ds-tileoverlap/{name}"), text.encode()
+            entry.size = len(data)
+            archive.addfile(entry, BytesIO(data))
 
 
 def _output_of(*command: str) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import yaml
 
+from ..appearing import appearing
 from .routing import PlanError
 
 VERSION = 2
@@ -177,11 +176,5 @@ def write(profile: Profile, path: Path) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
-        try:
-            part.write(dump(profile))
-            part.flush()
-            os.replace(part.name, path)
-        except BaseException:
-            os.unlink(part.name)
-            raise
+    with appearing(path) as part:
+        part.write_text(dump(profile), encoding="utf-8")
