@@ -7,6 +7,7 @@ import signal
 import sys
 
 from . import doctor
+from .arguments import UsageError
 from .bench import command as bench
 from .ckpt import command as ckpt
 from .planning import command as planning
@@ -33,4 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     # A job that is ended cleans up as one that is interrupted does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return parsed.run(parsed)
+    try:
+        return parsed.run(parsed)
+    except UsageError as error:
+        print(f"ds-tileoverlap: {error}", file=sys.stderr)
+        return 2

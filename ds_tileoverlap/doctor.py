@@ -27,6 +27,7 @@ import torch
 
 from . import versions
 from .appearing import appearing
+from .arguments import UsageError
 from .config import BLOCK, ConfigError, parse
 from .ranks import running
 
@@ -52,10 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; returns 0, or 1 where there is a fault, or 2 where there is no place for the bundle."""
-    if arguments.bundle and (fault := _no_place(arguments.bundle)):
-        print(f"ds-tileoverlap: --bundle: {fault}", file=sys.stderr)
-        return 2
+    """Prints the report; returns 0, or 1 where there is a fault.
+
+    Raises:
+        UsageError: there is no place for the bundle.
+    """
+    if arguments.bundle:
+        _check_place(arguments.bundle)
     found = list(checks(arguments.config, not arguments.no_exchange))
     report = {"checks": [check._asdict() for check in found], "sound": all(c.status != FAULT for c in found)}
     if arguments.json:
@@ -68,10 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report["sound"] else 1
 
 
-def _no_place(bundle: Path) -> str | None:
+def _check_place(bundle: Path) -> None:
     if bundle.exists():
-        return f"{bundle} exists already"
-    return None if bundle.parent.is_dir() else f"got no folder {bundle.parent}, expected one to put {bundle.name} into"
+        raise UsageError(f"--bundle: {bundle} exists already")
+    if not bundle.parent.is_dir():
+        raise UsageError(f"--bundle: got no folder {bundle.parent}, expected one to put {bundle.name} into")
 
 
 def checks(config: Path | None = None, exchange: bool = True) -> Iterator[Check]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import UsageError
 from .files import Entry, entries_of, load
 
 DEEPSPEED, HF = "deepspeed", "hf"
@@ -24,10 +25,6 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_" + re.escape(MODEL_STATES))
 _DEEPSPEED_EXPERT = re.compile(r"(.+)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)")
 _HF_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(.+)")
-
-
-class UsageError(ValueError):
-    """The call is wrong, whatever the checkpoint holds."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..appearing import appearing
+from ..arguments import UsageError
 from .checkpoint import (
     EXPERT_STATES,
     HF,
@@ -20,7 +21,6 @@ from .checkpoint import (
     MODEL_STATES,
     WEIGHTS,
     Checkpoint,
-    UsageError,
     num_experts,
     open_checkpoint,
     read_json,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from .checkpoint import UsageError
+from ..arguments import UsageError
 
 Pairs = tuple[tuple[str, str], ...]
 

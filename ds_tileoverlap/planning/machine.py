@@ -12,8 +12,8 @@ import torch
 import triton
 
 from .. import __version__
+from ..arguments import UsageError
 from .profile import FOLDER, Profile, load
-from .routing import PlanError
 
 # As in ds_config: look for one; have none.
 AUTO, NONE = "auto", "none"
@@ -78,7 +78,7 @@ def find(name: str, machine: dict) -> tuple[Profile | None, list[str]]:
     for each in names:
         try:
             profile = load(each)
-        except PlanError as error:
+        except UsageError as error:
             ignored.append(f"{error}; it is ignored")
             continue
         differences = profile.differences(machine)
