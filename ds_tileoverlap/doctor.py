@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -28,12 +28,13 @@ import torch
 from . import versions
 from .appearing import appearing
 from .arguments import UsageError
+from .bench.measure import copy_speed
 from .config import BLOCK, ConfigError, parse
-from .ranks import running
+from .programs import printed_by
+from .ranks import last_words, running
 
 OK, NO, FAULT = "ok", "no", "fault"
 EXCHANGE_LIMIT_S = 300.0
-COPY_BYTES, COPIES = 2**28, 4
 # Variables that a report of a problem needs; others may be nobody's business.
 PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "NVSHMEM_", "DS_", "TILEOVERLAP_")
 
@@ -134,22 +135,6 @@ def _links() -> Iterator[Check]:
         )
 
 
-def copy_speed(source: int, target: int) -> float:
-    """GB/s of copies from one GPU to another."""
-    here = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
-    there = torch.empty_like(here, device=f"cuda:{target}")
-    there.copy_(here)
-    torch.cuda.synchronize(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(source):
-        start.record()
-        for _ in range(COPIES):
-            there.copy_(here, non_blocking=True)
-        end.record()
-        end.synchronize()
-    return COPIES * COPY_BYTES / start.elapsed_time(end) / 1e6
-
-
 def _operator() -> Check:
     from .op_builder.tileoverlap import TileOverlapBuilder, stale_lock
 
@@ -215,12 +200,6 @@ def _exchange() -> Check:
     return Check("exchange", OK if answer["error"] <= answer["allowed"] else FAULT, detail)
 
 
-def last_words(log: str) -> str:
-    """The first error that a rank raised; what its peers and the launcher say follows from it."""
-    found = re.search(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailedError)[\w.]*Error\b.*)", log, re.M)
-    return found[1].strip() if found else "no message"
-
-
 def _worker() -> None:
     """A rank of :func:`_exchange`: one step of a small layer, on what ``auto`` chooses and on the reference."""
     import deepspeed
@@ -274,25 +253,18 @@ def _show(found: list[Check]) -> None:
 
 def _write_bundle(path: Path, report: dict) -> None:
     """The report, the installed packages and what the driver says, in one archive that is there whole or not at all."""
+    nvidia_smi = functools.partial(printed_by, "nvidia-smi", limit_s=60.0, with_errors=True)
     outputs = {
         "report.json": json.dumps(report, indent=2),
         "packages.txt": "\n".join(sorted(f"{d.name}=={d.version}" for d in metadata.distributions())),
-        "nvidia-smi.txt": _output_of("nvidia-smi", "-q"),
-        "topology.txt": _output_of("nvidia-smi", "topo", "-m"),
+        "nvidia-smi.txt": nvidia_smi("-q"),
+        "topology.txt": nvidia_smi("topo", "-m"),
     }
     with appearing(path) as part, tarfile.open(part, "w:gz") as archive:
         for name, text in outputs.items():
             entry, data = tarfile.TarInfo(f"ds-tileoverlap/{name}"), text.encode()
             entry.size = len(data)
             archive.addfile(entry, BytesIO(data))
-
-
-def _output_of(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{' '.join(command)}: {error}\n"
-    return done.stdout + done.stderr
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..arguments import UsageError, at_least_one
-from ..doctor import last_words
-from ..ranks import running
+from ..ranks import last_words, running
 from . import fit, machine
 from .profile import Profile, write
 

@@ -15,11 +15,10 @@ import torch
 from torch import distributed as dist
 
 from .. import overlap_group
-from ..bench.measure import environment
+from ..bench.measure import copy_speed, environment
 from ..bench.shapes import StageShape
 from ..bench.stages import Stages
 from ..config import TileOverlapConfig
-from ..doctor import copy_speed
 from ..exchange import peers_of
 from ..overlap_stages import Operand
 from ..symmetric_layout import choose_returns

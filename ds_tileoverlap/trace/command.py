@@ -14,7 +14,7 @@ import torch
 from ..arguments import UsageError, at_least_one, shape
 from ..config import BLOCK, parse
 from ..planning.routing import Shape
-from ..ranks import running
+from ..ranks import last_words, running
 from . import perfetto, report
 
 FILE = "trace.json.gz"
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join(said), file=sys.stderr)
     if launcher.returncode or not (arguments.out / FILE).exists():
         if launcher.returncode:
-            print(err, file=sys.stderr)
+            print(f"ds-tileoverlap: the {num_ranks} ranks failed: {last_words(err)}", file=sys.stderr)
         return 1
     facts = perfetto.read(arguments.out / FILE)["otherData"]
     if arguments.json:
