@@ -20,6 +20,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from .agreement import on_rank_0
+from .layer import runtimes_of
 from .load_check import LoadCheck
 from .log import say
 from .whole_model import whole_state_dict
@@ -72,7 +73,7 @@ def adopt(engine: torch.nn.Module) -> None:
     """
     if isinstance(engine, (TileEngine, PipelineEngine)) or not isinstance(engine, DeepSpeedEngine):
         return
-    if any(hasattr(module, "tile_overlap") for module in engine.module.modules()):
+    if runtimes_of(engine.module):
         engine.__class__ = _with_methods(type(engine))
         _teach_accelerate()
 

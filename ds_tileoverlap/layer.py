@@ -263,6 +263,13 @@ class LayerRuntime:
         return type(self)(self.config, self.name)
 
 
+def runtimes_of(model: nn.Module) -> list[LayerRuntime]:
+    """What the converted layers of a model hold, in the model's order."""
+    found = (getattr(module, "tile_overlap", None) for module in model.modules())
+    # A module that wraps another may have that one's attributes, too.
+    return [runtime for runtime in dict.fromkeys(found) if runtime is not None]
+
+
 def refusal(moe: deepspeed_layer.MoE) -> str | None:
     """Why the layer cannot be converted; ``None`` where it can."""
     inner = moe.deepspeed_moe

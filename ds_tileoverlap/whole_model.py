@@ -14,6 +14,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from .agreement import of_every_rank
+from .layer import runtimes_of
 from .stacked_experts import StackedExperts, of_all_ranks
 
 _EXPERT = re.compile(
@@ -37,8 +38,7 @@ def whole_state_dict(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> d
     Raises:
         ValueError: the ranks' experts differ in names or shapes, or see :func:`.hf_export.hf_state_dict`.
     """
-    runtimes = [module.tile_overlap for module in engine.module.modules() if hasattr(module, "tile_overlap")]
-    if any(runtime.local_experts is StackedExperts for runtime in runtimes):
+    if any(runtime.local_experts is StackedExperts for runtime in runtimes_of(engine.module)):
         from .hf_export import hf_state_dict  # transformers, for those alone who have a model of it
 
         return hf_state_dict(engine, whole=True, exclude_frozen=exclude_frozen)
