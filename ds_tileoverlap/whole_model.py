@@ -15,7 +15,7 @@ from torch import nn
 
 from .agreement import of_every_rank
 from .layer import runtimes_of
-from .stacked_experts import StackedExperts, of_all_ranks
+from .stacked_experts import StackedRuntime, of_all_ranks
 
 _EXPERT = re.compile(
     r"(?P<layer>.+)(?P<head>\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<local>\d+)(?P<tail>\..+)"
@@ -38,7 +38,7 @@ def whole_state_dict(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> d
     Raises:
         ValueError: the ranks' experts differ in names or shapes, or see :func:`.hf_export.hf_state_dict`.
     """
-    if any(runtime.local_experts is StackedExperts for runtime in runtimes_of(engine.module)):
+    if any(isinstance(runtime, StackedRuntime) for runtime in runtimes_of(engine.module)):
         from .hf_export import hf_state_dict  # transformers, for those alone who have a model of it
 
         return hf_state_dict(engine, whole=True, exclude_frozen=exclude_frozen)
