@@ -14,17 +14,8 @@ import torch
 
 from ..appearing import appearing
 from ..arguments import UsageError
-from .checkpoint import (
-    EXPERT_STATES,
-    HF,
-    INDEX,
-    MODEL_STATES,
-    WEIGHTS,
-    Checkpoint,
-    num_experts,
-    open_checkpoint,
-    read_json,
-)
+from ..expert_names import EXPERT_STATES, MODEL_STATES
+from .checkpoint import HF, INDEX, WEIGHTS, Checkpoint, num_experts, open_checkpoint, read_json
 from .files import Entry, write_safetensors
 from .names import FAMILIES, Names, with_map
 from .planning import Plan
