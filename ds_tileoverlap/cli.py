@@ -14,6 +14,7 @@ from .planning import command as planning
 from .planning import tune
 from .trace import command as trace
 
+PURPOSE = "DeepSpeed MoE layers whose exchanges run inside the expert GEMMs: plan, tune, trace, check, convert, measure"
 # Name -> (what it is for, a function that adds its arguments; it sets ``run``, from the arguments to the exit code).
 COMMANDS = {
     "bench": ("run the benchmarks, and report what they found", bench.add_arguments),
@@ -27,7 +28,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code, 0 where all is well, 1 where something was found, 2 for wrong usage."""
-    parser = argparse.ArgumentParser("ds-tileoverlap", description=__doc__)
+    parser = argparse.ArgumentParser("ds-tileoverlap", description=PURPOSE)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (purpose, add_arguments) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=purpose, description=purpose))

@@ -36,7 +36,7 @@ from .ranks import last_words, running
 OK, NO, FAULT = "ok", "no", "fault"
 EXCHANGE_LIMIT_S = 300.0
 # Variables that a report of a problem needs; others may be nobody's business.
-PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "NVSHMEM_", "DS_", "TILEOVERLAP_")
+PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "NVSHMEM_", "DS_")
 
 
 class Check(NamedTuple):

@@ -37,7 +37,7 @@ class TileEngine:
         check.before()
         try:
             found = super().load_checkpoint(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - raised again when all ranks know of it
+        except Exception as error:  # raised again when all ranks know of it
             failure = error
         check.after(failure)
         return found

@@ -107,7 +107,7 @@ class Checkpoint:
             if content := read(file):
                 return content
             raise ValueError("it holds nothing")
-        except Exception as error:  # noqa: BLE001 - a broken file makes its reader raise anything
+        except Exception as error:  # a broken file makes its reader raise anything
             why = str(error).strip().partition("\n")[0]
             self.faults.append(f"{file}: cannot be read, it may be truncated: {type(error).__name__}: {why}")
         return {}

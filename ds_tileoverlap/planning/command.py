@@ -63,7 +63,7 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
     if arguments.png and arguments.png.exists():
         raise UsageError(f"--png: {arguments.png} exists already")
     if arguments.png and find_spec("matplotlib") is None:
-        raise UsageError("--png: matplotlib is not installed; pip install 'ds_tileoverlap[plan]' brings it")
+        raise UsageError("--png: matplotlib is not installed: python -m pip install matplotlib")
     overrides = {"link_gbs": arguments.link_gbs, "link_us": arguments.link_us}
     profile = replace(_profile(arguments), **{name: value for name, value in overrides.items() if value is not None})
     config = parse(json.loads(arguments.config.read_text())) if arguments.config else None

@@ -81,7 +81,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.limit < float("inf"):
         raise UsageError(f"--limit: got {arguments.limit}, expected a number of seconds above 0")
     if find_spec("scipy") is None:
-        raise UsageError("tune: scipy is not installed; pip install 'ds_tileoverlap[plan]' brings it")
+        raise UsageError("tune: scipy is not installed: python -m pip install scipy")
 
 
 def tune(num_ranks: int, limit_s: float) -> dict:

@@ -30,7 +30,7 @@ SAMPLES = 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="a rank of ds-tileoverlap tune")
     parser.add_argument("--layers", type=json.loads, required=True, help="shapes as of the stage benchmark, as JSON")
     parser.add_argument("--limit", type=float, required=True, help="seconds after which no other layer is begun")
     parser.add_argument("--end", type=float, required=True, help="seconds after which this process ends")
