@@ -224,6 +224,7 @@ class LayerRuntime:
         else:
             output = sequential.routed_experts(x, routes.weights, experts, counting.finish(), stages, again)
         self.routing = Routing(counting.plan.counts, peers, routes.experts.numel())
+        self.backend = "overlap" if counting.plan.overlaps else "sequential"
         self._say_what_ran(counting.plan, reason)
         return output
 
@@ -254,7 +255,6 @@ class LayerRuntime:
         return self._choices
 
     def _say_what_ran(self, plan: Plan, reason: str | None) -> None:
-        self.backend = "overlap" if plan.overlaps else "sequential"
         if reason and reason not in self._said and plan.first_that_cannot_overlap == plan.peers.rank:
             self._said.add(reason)
             say(f"MoE layer '{self.name}' is sequential instead of overlap, as {reason}", every_rank=True)
