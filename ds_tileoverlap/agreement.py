@@ -25,7 +25,7 @@ def on_rank_0(action: Callable[[], None], what: str) -> None:
     if dist.get_rank() == 0:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
+        except Exception as error:  # the other ranks wait to hear of it, whatever it is
             failure = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(failure, src=0)
     if failure[0]:

@@ -1,4 +1,4 @@
-"""What commands are told: numbers and layers, for argparse."""
+"""What commands are told: numbers and layers, for argparse, and how they say that it is wrong."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from .planning.routing import Shape
 
 # As in the tables of README.md -> field of Shape.
 LETTERS = {"H": "hidden", "I": "intermediate", "E": "experts", "k": "top_k", "tokens": "tokens"}
+
+
+class UsageError(ValueError):
+    """What was asked for cannot be done; the message says what was got and what is expected."""
 
 
 def whole(text: str) -> int:

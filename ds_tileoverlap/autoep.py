@@ -27,9 +27,8 @@ from .ahead import Ahead
 from .config import TileOverlapConfig
 from .expert_form import hooks_of, is_watched
 from .kernels import use_triton
-from .layer import LayerRuntime
 from .route import Routes
-from .stacked_experts import ACTIVATION_OF, StackedExperts
+from .stacked_experts import ACTIVATION_OF, StackedRuntime
 from .stages import Stages
 from .top_k import TopKRouting, top_k_routing
 
@@ -67,15 +66,14 @@ def is_peft(model: nn.Module) -> bool:
 class TileAutoEPMoELayer(AutoEPMoELayer):
     """``AutoEPMoELayer`` with this package's stages; an existing instance becomes one through :func:`adopt`."""
 
-    tile_overlap: AutoEPRuntime
+    tile_overlap: StackedRuntime
     # DeepSpeed's native layers have it; AutoEP's have no timers.
     wall_clock_breakdown = False
 
     def _forward(self, hidden_states: torch.Tensor):
-        run = self.tile_overlap
-        if not run.can_run(self.experts):
+        if not _can_run(self.experts):
             return super()._forward(hidden_states)
-        hidden_size = hidden_states.shape[-1]
+        run, hidden_size = self.tile_overlap, hidden_states.shape[-1]
         x = hidden_states.reshape(-1, hidden_size)
         peers, stages = run.peers(self.ep_group, x.device), Stages(self)
         with stages("route"):
@@ -127,14 +125,9 @@ class TileGroupedExperts(GroupedExperts):
         return how(x) if callable(how) else super().forward(x, how)
 
 
-class AutoEPRuntime(LayerRuntime):
-    """As :class:`LayerRuntime`, for experts whose weights are stacked."""
-
-    local_experts = StackedExperts
-
-    def can_run(self, experts: nn.Module) -> bool:
-        """Whether the experts are what :func:`adopt` made; whatever wraps or hooks them has to see their inputs."""
-        return type(experts) is TileGroupedExperts and not _is_watched_by_others(experts)
+def _can_run(experts: nn.Module) -> bool:
+    """Whether the experts are what :func:`adopt` made; whatever wraps or hooks them has to see their inputs."""
+    return type(experts) is TileGroupedExperts and not _is_watched_by_others(experts)
 
 
 def _is_watched_by_others(experts: nn.Module) -> bool:
@@ -169,4 +162,4 @@ def autoep_layers(model: nn.Module) -> dict[str, AutoEPMoELayer]:
 def adopt(layer: AutoEPMoELayer, config: TileOverlapConfig, name: str) -> None:
     """Makes an AutoEP layer run on this package, in place: same modules, parameters, names and groups."""
     layer.__class__, layer.experts.__class__ = TileAutoEPMoELayer, TileGroupedExperts
-    layer.tile_overlap = AutoEPRuntime(config, name)
+    layer.tile_overlap = StackedRuntime(config, name)

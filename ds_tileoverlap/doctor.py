@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -27,14 +26,17 @@ from typing import NamedTuple
 import torch
 
 from . import versions
+from .appearing import appearing
+from .arguments import UsageError
+from .bench.measure import copy_speed
 from .config import BLOCK, ConfigError, parse
-from .ranks import running
+from .programs import printed_by
+from .ranks import last_words, running
 
 OK, NO, FAULT = "ok", "no", "fault"
 EXCHANGE_LIMIT_S = 300.0
-COPY_BYTES, COPIES = 2**28, 4
 # Variables that a report of a problem needs; others may be nobody's business.
-PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "NVSHMEM_", "DS_", "TILEOVERLAP_")
+PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "NVSHMEM_", "DS_")
 
 
 class Check(NamedTuple):
@@ -52,10 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; returns 0, or 1 where there is a fault, or 2 where the bundle would replace a file."""
-    if arguments.bundle and arguments.bundle.exists():
-        print(f"ds-tileoverlap: --bundle: {arguments.bundle} exists already", file=sys.stderr)
-        return 2
+    """Prints the report; returns 0, or 1 where there is a fault.
+
+    Raises:
+        UsageError: there is no place for the bundle.
+    """
+    if arguments.bundle:
+        _check_place(arguments.bundle)
     found = list(checks(arguments.config, not arguments.no_exchange))
     report = {"checks": [check._asdict() for check in found], "sound": all(c.status != FAULT for c in found)}
     if arguments.json:
@@ -66,6 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
         _write_bundle(arguments.bundle, report)
         print(f"{arguments.bundle}: written", file=sys.stderr)
     return 0 if report["sound"] else 1
+
+
+def _check_place(bundle: Path) -> None:
+    if bundle.exists():
+        raise UsageError(f"--bundle: {bundle} exists already")
+    if not bundle.parent.is_dir():
+        raise UsageError(f"--bundle: got no folder {bundle.parent}, expected one to put {bundle.name} into")
 
 
 def checks(config: Path | None = None, exchange: bool = True) -> Iterator[Check]:
@@ -121,22 +133,6 @@ def _links() -> Iterator[Check]:
         yield Check(
             "links", OK, f"peer access between all, {min(speeds):.0f} to {max(speeds):.0f} GB/s from and to GPU 0"
         )
-
-
-def copy_speed(source: int, target: int) -> float:
-    """GB/s of copies from one GPU to another."""
-    here = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
-    there = torch.empty_like(here, device=f"cuda:{target}")
-    there.copy_(here)
-    torch.cuda.synchronize(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(source):
-        start.record()
-        for _ in range(COPIES):
-            there.copy_(here, non_blocking=True)
-        end.record()
-        end.synchronize()
-    return COPIES * COPY_BYTES / start.elapsed_time(end) / 1e6
 
 
 def _operator() -> Check:
@@ -204,12 +200,6 @@ def _exchange() -> Check:
     return Check("exchange", OK if answer["error"] <= answer["allowed"] else FAULT, detail)
 
 
-def last_words(log: str) -> str:
-    """The first error that a rank raised; what its peers and the launcher say follows from it."""
-    found = re.search(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailedError)[\w.]*Error\b.*)", log, re.M)
-    return found[1].strip() if found else "no message"
-
-
 def _worker() -> None:
     """A rank of :func:`_exchange`: one step of a small layer, on what ``auto`` chooses and on the reference."""
     import deepspeed
@@ -263,27 +253,18 @@ def _show(found: list[Check]) -> None:
 
 def _write_bundle(path: Path, report: dict) -> None:
     """The report, the installed packages and what the driver says, in one archive that is there whole or not at all."""
+    nvidia_smi = functools.partial(printed_by, "nvidia-smi", limit_s=60.0, with_errors=True)
     outputs = {
         "report.json": json.dumps(report, indent=2),
         "packages.txt": "\n".join(sorted(f"{d.name}=={d.version}" for d in metadata.distributions())),
-        "nvidia-smi.txt": _output_of("nvidia-smi", "-q"),
-        "topology.txt": _output_of("nvidia-smi", "topo", "-m"),
+        "nvidia-smi.txt": nvidia_smi("-q"),
+        "topology.txt": nvidia_smi("topo", "-m"),
     }
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-        with tarfile.open(fileobj=part, mode="w:gz") as archive:
-            for name, text in outputs.items():
-                entry, data = tarfile.TarInfo(f"ds-tileoverlap/{name}"), text.encode()
-                entry.size = len(data)
-                archive.addfile(entry, BytesIO(data))
-    os.replace(part.name, path)
-
-
-def _output_of(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{' '.join(command)}: {error}\n"
-    return done.stdout + done.stderr
+    with appearing(path) as part, tarfile.open(part, "w:gz") as archive:
+        for name, text in outputs.items():
+            entry, data = tarfile.TarInfo(f"ds-tileoverlap/{name}"), text.encode()
+            entry.size = len(data)
+            archive.addfile(entry, BytesIO(data))
 
 
 if __name__ == "__main__":

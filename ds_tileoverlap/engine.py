@@ -20,6 +20,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from .agreement import on_rank_0
+from .layer import runtimes_of
 from .load_check import LoadCheck
 from .log import say
 from .whole_model import whole_state_dict
@@ -36,7 +37,7 @@ class TileEngine:
         check.before()
         try:
             found = super().load_checkpoint(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - raised again when all ranks know of it
+        except Exception as error:  # raised again when all ranks know of it
             failure = error
         check.after(failure)
         return found
@@ -72,7 +73,7 @@ def adopt(engine: torch.nn.Module) -> None:
     """
     if isinstance(engine, (TileEngine, PipelineEngine)) or not isinstance(engine, DeepSpeedEngine):
         return
-    if any(hasattr(module, "tile_overlap") for module in engine.module.modules()):
+    if runtimes_of(engine.module):
         engine.__class__ = _with_methods(type(engine))
         _teach_accelerate()
 

@@ -72,7 +72,7 @@ def trace_form(expert: nn.Module) -> ExpertForm | None:
     parameters = list(expert.parameters())
     try:
         graph = fx.Tracer().trace(expert)
-    except Exception:  # noqa: BLE001 - any failure to trace means a forward that is not a plain MLP
+    except Exception:  # any failure to trace means a forward that is not a plain MLP
         return None
     form = _match(graph, expert)
     if form is None:

@@ -25,9 +25,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssML
 
 from .config import TileOverlapConfig
 from .expert_form import is_watched
-from .layer import LayerRuntime
 from .route import Routes
-from .stacked_experts import StackedExperts, of_all_ranks
+from .stacked_experts import StackedRuntime, of_all_ranks
 from .stages import Stages
 from .whole_model import copies_of, is_frozen
 
@@ -35,7 +34,7 @@ from .whole_model import copies_of, is_frozen
 class TileGptOssMLP(deepspeed_layer.MoE):
     """``GptOssMLP`` on this package's stages; an existing instance becomes one through :class:`Conversion`."""
 
-    tile_overlap: GptOssRuntime
+    tile_overlap: StackedRuntime
     use_residual = enable_expert_tensor_parallelism = False
     # DeepSpeed's native layers have it; this one has no timers.
     wall_clock_breakdown = False
@@ -56,12 +55,6 @@ class TileGptOssMLP(deepspeed_layer.MoE):
         return output.reshape(hidden_states.shape), scores
 
 
-class GptOssRuntime(LayerRuntime):
-    """As :class:`LayerRuntime`, for experts whose weights are stacked."""
-
-    local_experts = StackedExperts
-
-
 class _DeepSpeedMoE(nn.Module):
     """What DeepSpeed expects under this name: the group, and the path to the experts that its checkpoints know."""
 
@@ -70,7 +63,7 @@ class _DeepSpeedMoE(nn.Module):
 
 
 class LocalGptOssExperts(nn.Module):
-    """This rank's experts as :class:`StackedExperts` takes them, with biases w1_bias, w3_bias and w2_bias.
+    """This rank's experts as ``StackedExperts`` takes them, with biases w1_bias, w3_bias and w2_bias.
 
     A state dict has one entry an expert, ``0.w1`` for [0] of w1, because DeepSpeed saves and loads experts by number.
     """
@@ -223,7 +216,7 @@ class Conversion:
         source = mlp.experts
         del mlp.experts
         mlp.__class__ = TileGptOssMLP
-        mlp.tile_overlap = GptOssRuntime(config, name)
+        mlp.tile_overlap = StackedRuntime(config, name)
         mlp.ep_size, mlp.num_experts = self._ep_size, source.num_experts
         mlp.num_local_experts = mlp.num_experts // mlp.ep_size
         mlp.expert_group_name = f"ep_size_{mlp.ep_size}"

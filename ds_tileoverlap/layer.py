@@ -224,6 +224,7 @@ class LayerRuntime:
         else:
             output = sequential.routed_experts(x, routes.weights, experts, counting.finish(), stages, again)
         self.routing = Routing(counting.plan.counts, peers, routes.experts.numel())
+        self.backend = "overlap" if counting.plan.overlaps else "sequential"
         self._say_what_ran(counting.plan, reason)
         return output
 
@@ -254,13 +255,19 @@ class LayerRuntime:
         return self._choices
 
     def _say_what_ran(self, plan: Plan, reason: str | None) -> None:
-        self.backend = "overlap" if plan.overlaps else "sequential"
         if reason and reason not in self._said and plan.first_that_cannot_overlap == plan.peers.rank:
             self._said.add(reason)
             say(f"MoE layer '{self.name}' is sequential instead of overlap, as {reason}", every_rank=True)
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
         return type(self)(self.config, self.name)
+
+
+def runtimes_of(model: nn.Module) -> list[LayerRuntime]:
+    """What the converted layers of a model hold, in the model's order."""
+    found = (getattr(module, "tile_overlap", None) for module in model.modules())
+    # A module that wraps another may have that one's attributes, too.
+    return [runtime for runtime in dict.fromkeys(found) if runtime is not None]
 
 
 def refusal(moe: deepspeed_layer.MoE) -> str | None:

@@ -79,7 +79,7 @@ class LoadCheck:
         files = Files(self._engine, self._folder)
         try:
             self._look_at(files)
-        except Exception as error:  # noqa: BLE001 - the others wait to hear of it, whatever it is
+        except Exception as error:  # the others wait to hear of it, whatever it is
             files.faults.append(_words_of(error))
         told = of_every_rank((self._is_there, files.faults, files.dtypes))
         absent = [rank for rank, (is_there, *_) in enumerate(told) if not is_there]
@@ -122,7 +122,7 @@ class LoadCheck:
             sums, engine = self._sums(), self._engine
             copies, shapes = _unlike_copies(engine.module), _unlike_shapes(engine.optimizer)
             return _Loaded([*self._unlike_files(sums), *copies, *shapes], sums)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # as above
             return _Loaded([_words_of(error)])
 
     def _is_plain(self) -> bool:

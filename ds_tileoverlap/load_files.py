@@ -15,9 +15,9 @@ from deepspeed.utils import groups
 
 from .ckpt.checkpoint import DEEPSPEED, Checkpoint
 from .ckpt.files import count_nonfinite, load
+from .expert_names import EXPERT_FILE
 from .model_experts import Layer, checksum
 
-_EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_\d+_model_states\.pt")
 # ZeRO's own copies of the weights, by stage.
 _COPIES = SINGLE_PARTITION_OF_FP32_GROUPS, FP32_FLAT_GROUPS
 _MODEL_ONLY = "weights alone load at any ep_size and number of ranks: load_module_only=True"
@@ -132,10 +132,10 @@ def unusual_dtypes(every_rank: list[dict[tuple[str, torch.dtype], list]]) -> lis
     ]
 
 
-def _numbers(file: Path) -> tuple[int, ...] | None:
+def _numbers(file: Path) -> tuple[int, int] | None:
     """Layer and expert that a file is of."""
-    match = _EXPERT_FILE.fullmatch(file.name)
-    return tuple(map(int, match.groups())) if match else None
+    match = EXPERT_FILE.fullmatch(file.name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import nn
 
-_NATIVE = "deepspeed_moe.experts.deepspeed_experts."
+from .expert_names import EXPERTS, tensor_name
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,10 +38,10 @@ class Layer:
         found = defaultdict(dict)
         if isinstance(self.module, MoE):
             for key, value in self.module.state_dict().items():
-                if key.startswith(_NATIVE):
-                    local, _, rest = key.removeprefix(_NATIVE).partition(".")
+                if key.startswith(f"{EXPERTS}."):
+                    local, _, name = key.removeprefix(f"{EXPERTS}.").partition(".")
                     number = self.first + int(local)
-                    found[number][f"{self.name}.{_NATIVE}{number}.{rest}"] = value
+                    found[number][tensor_name(self.name, number, name)] = value
         elif not any(hasattr(parameter, "ds_id") for parameter in self.module.experts.parameters()):
             for name in ("w1", "w2", "w3"):
                 for number, value in enumerate(getattr(self.module.experts, name).detach(), self.first):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,6 +59,12 @@ def running(
             _end(launcher, mark)
     if is_late.is_set():
         raise TimeoutError(f"{num_ranks} ranks did not end in {limit_s:.0f} s")
+
+
+def last_words(log: str) -> str:
+    """The first error that a rank raised; what its peers and the launcher say follows from it."""
+    found = re.search(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailedError)[\w.]*Error\b.*)", log, re.M)
+    return found[1].strip() if found else "no message"
 
 
 def _end(launcher: subprocess.Popen, mark: str) -> None:

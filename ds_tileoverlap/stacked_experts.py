@@ -11,6 +11,7 @@ from torch import nn
 from .activation import SILU, Activation
 from .expert_form import ExpertForm
 from .expert_weights import WeightLayout
+from .layer import LayerRuntime
 from .local_experts import state_of
 from .weight_maps import WeightMaps
 
@@ -74,3 +75,9 @@ class StackedExperts:
     def are_aligned(self, dtype: torch.dtype) -> bool:
         weights = [p for p in self._parameters if p.dim() == 3 and p.dtype == dtype]
         return all(p.data_ptr() % 16 == 0 and p.is_contiguous() for p in weights)
+
+
+class StackedRuntime(LayerRuntime):
+    """As :class:`~.layer.LayerRuntime`, for experts whose weights are stacked."""
+
+    local_experts = StackedExperts

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import distributed as dist
 
-from .config import BLOCK, TileOverlapConfig
+from .config import TileOverlapConfig
+from .layer import runtimes_of
 from .log import say
 from .trace.session import Trace
-
-if TYPE_CHECKING:
-    from .layer import LayerRuntime
 
 
 class Watch:
@@ -26,8 +24,7 @@ class Watch:
 
     def __init__(self, engine: Any, config: TileOverlapConfig):
         self._engine, self._config, self._steps = engine, config, 0
-        runtimes = (getattr(module, BLOCK, None) for module in engine.module.modules())
-        self._layers: list[LayerRuntime] = [runtime for runtime in dict.fromkeys(runtimes) if runtime is not None]
+        self._layers = runtimes_of(engine.module)
         self._trace: Trace | None = None
         self._overlap_ratio: float | None = None
         # The one place that a step passes, whatever kind of engine it is.

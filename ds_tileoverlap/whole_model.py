@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,9 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from .agreement import of_every_rank
-from .stacked_experts import StackedExperts, of_all_ranks
-
-_EXPERT = re.compile(
-    r"(?P<layer>.+)(?P<head>\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<local>\d+)(?P<tail>\..+)"
-)
+from .expert_names import EXPERT_TENSOR, tensor_name
+from .layer import runtimes_of
+from .stacked_experts import StackedRuntime, of_all_ranks
 
 
 def whole_state_dict(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> dict[str, Any]:
@@ -37,8 +34,7 @@ def whole_state_dict(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> d
     Raises:
         ValueError: the ranks' experts differ in names or shapes, or see :func:`.hf_export.hf_state_dict`.
     """
-    runtimes = [module.tile_overlap for module in engine.module.modules() if hasattr(module, "tile_overlap")]
-    if any(runtime.local_experts is StackedExperts for runtime in runtimes):
+    if any(isinstance(runtime, StackedRuntime) for runtime in runtimes_of(engine.module)):
         from .hf_export import hf_state_dict  # transformers, for those alone who have a model of it
 
         return hf_state_dict(engine, whole=True, exclude_frozen=exclude_frozen)
@@ -61,7 +57,7 @@ def copies_of(values: dict[str, Any], copy: Callable[[torch.Tensor], torch.Tenso
 def _with_all_experts(engine: DeepSpeedEngine, exclude_frozen: bool) -> dict[str, Any]:
     layers = {name: module for name, module in engine.module.named_modules() if isinstance(module, MoE)}
     values = engine.module_state_dict(keep_vars=True)
-    matches = {key: match for key in values if (match := _EXPERT.fullmatch(key)) and match["layer"] in layers}
+    matches = {key: match for key in values if (match := EXPERT_TENSOR.fullmatch(key)) and match["layer"] in layers}
     kinds = of_every_rank({key: _kind(values[key]) for key in matches})
     _check_alike(kinds)
     others = {key: v for key, v in values.items() if key not in matches and not (exclude_frozen and is_frozen(v))}
@@ -71,9 +67,9 @@ def _with_all_experts(engine: DeepSpeedEngine, exclude_frozen: bool) -> dict[str
         group = layer.deepspeed_moe.ep_group
         parts = of_all_ranks(values[key].detach(), layer.ep_size, group)
         for place, rank in enumerate(torch.distributed.get_process_group_ranks(group)):
-            expert = int(match["local"]) + place * layer.num_local_experts
+            expert = int(match["expert"]) + place * layer.num_local_experts
             if dist.get_rank() == 0 and not (exclude_frozen and kinds[rank][key].is_frozen):
-                state[f"{match['layer']}{match['head']}{expert}{match['tail']}"] = parts[place].cpu()
+                state[tensor_name(match["layer"], expert, match["name"])] = parts[place].cpu()
     return state
 
 

@@ -11,8 +11,9 @@ import torch
 from launched import ROOT, run
 
 from ds_tileoverlap import cli
+from ds_tileoverlap.arguments import UsageError
 from ds_tileoverlap.bench import command, options, records
-from ds_tileoverlap.bench.shapes import LayerShape, StageShape, UsageError, read_shapes
+from ds_tileoverlap.bench.shapes import LayerShape, StageShape, read_shapes
 
 TINY = ROOT / "configs" / "benchmark_tiny.yaml"
 GOLDEN = Path(__file__).with_name("bench_run_schema.json")

@@ -80,3 +80,10 @@ def test_bundle(capsys, tmp_path):
     before = path.read_bytes()
     assert run("--no-exchange", "--bundle", str(path)) == 2 and path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_bundle_needs_a_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "checks", None)
+    assert run("--bundle", str(tmp_path / "none" / "report.tar.gz")) == 2
+    assert f"--bundle: got no folder {tmp_path / 'none'}, expected" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from ds_tileoverlap import cli
+from ds_tileoverlap.arguments import UsageError
 from ds_tileoverlap.config import TileOverlapConfig
 from ds_tileoverlap.exchange import Peers
 from ds_tileoverlap.layout import Plan
 from ds_tileoverlap.planning import fit, forecast, timeline
 from ds_tileoverlap.planning.forecast import Forecast
 from ds_tileoverlap.planning.profile import DEFAULT, dump, load
-from ds_tileoverlap.planning.routing import PlanError, Shape, Unevenness, draw
+from ds_tileoverlap.planning.routing import Shape, Unevenness, draw
 from ds_tileoverlap.planning.simulation import claimed, claimed_at_once, in_order
 from ds_tileoverlap.planning.stages import Work, fused, gemm_us, sequential_us, stages_of
 from ds_tileoverlap.schedule import ARRIVALS, Returns
@@ -354,7 +355,7 @@ def test_wrong_profiles(capsys, tmp_path, text, words):
 def test_numbers_that_a_profile_cannot_have(tmp_path, profile, name, value):
     path = tmp_path / "mine.yaml"
     path.write_text(dump(replace(profile, **{name: value})))
-    with pytest.raises(PlanError, match=f"{name}: got {value!r}"):
+    with pytest.raises(UsageError, match=f"{name}: got {value!r}"):
         load(str(path))
 
 

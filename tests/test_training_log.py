@@ -155,6 +155,14 @@ def test_command(tmp_path, capsys):
     assert cli.main(arguments) == 2 and "trace.json.gz exists already" in capsys.readouterr().err
 
 
+def test_ranks_that_fail_say_why(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "no such thing")
+    shape = "H=32,I=16,E=4,k=2,tokens=64"
+    assert cli.main(["trace", "--shape", shape, "--ranks", "2", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "the 2 ranks failed: ValueError: DS_ACCELERATOR" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     "shape,more,fault",
     [

@@ -328,7 +328,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, profile, monkeypatch
     def fail(*_):
         raise OSError("full")
 
-    monkeypatch.setattr("ds_tileoverlap.planning.profile.os.replace", fail)
+    monkeypatch.setattr("ds_tileoverlap.appearing.os.replace", fail)
     with pytest.raises(OSError, match="full"):
         write(replace(profile, name="other"), path)
     assert load(str(path)) == profile and [entry.name for entry in tmp_path.iterdir()] == ["mine.yaml"]

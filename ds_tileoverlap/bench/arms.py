@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch import nn
 
 from .. import configure, initialize
+from ..layer import runtimes_of
 from .shapes import LayerShape
 
 AUTOEP_FUSED = {"combine_impl": "fused_weighted_sum", "gate_up_impl": "fused", "async_split_plan": True}
@@ -206,8 +207,7 @@ def _hugging_face_model(
 
 def backend_of(layer: nn.Module) -> str | None:
     """The backend of ours that the last forward ran on; ``None`` where the layer is not ours."""
-    run = next((module.tile_overlap for module in layer.modules() if hasattr(module, "tile_overlap")), None)
-    return run.backend if run else None
+    return next((runtime.backend for runtime in runtimes_of(layer)), None)
 
 
 def output_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from ..arguments import at_least_one
+from ..arguments import UsageError, at_least_one
 from ..ranks import running
 from .options import PURPOSES, STAGES, START_LIMIT_S, add_options, check, record_path, words
 from .records import RecordError, read
 from .report import BEGIN, END, figures, results, with_results
-from .shapes import Sizes, UsageError
+from .shapes import Sizes
 
 WORKER = f"{__package__}.worker"
 
@@ -39,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Returns 0, or 1 where a gate is red or a rank failed, or 2 for wrong usage."""
+    """Returns 0, or 1 where a gate is red or a rank failed."""
     kind, out = arguments.kind, arguments.out
+    ranks = _ranks(arguments)
     try:
-        ranks = _ranks(arguments)
         shapes = check(kind, arguments, ranks)
         out.mkdir(parents=True, exist_ok=True)
-    except (UsageError, OSError) as error:
-        return _fail(error)
+    except OSError as error:
+        raise UsageError(error) from error
     paths = [record_path(kind, out, shape) for shape in shapes]
     before = [_written(path) for path in paths]
     limit_s = START_LIMIT_S + arguments.limit * len(shapes)
@@ -95,7 +95,11 @@ def _summary(kind: str, ranks: int, passed: bool, shapes: list[Sizes], written: 
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    """Prints the report and writes what was asked for; returns 0, or 2 where the records or a file do not fit."""
+    """Prints the report and writes what was asked for; returns 0.
+
+    Raises:
+        UsageError: the records or a file do not fit.
+    """
     try:
         benchmarks = read(arguments.records)
         if arguments.html:
@@ -106,13 +110,8 @@ def _report(arguments: argparse.Namespace) -> int:
             readme = with_results(arguments.readme.read_text(encoding="utf-8"), results(benchmarks))
             arguments.readme.write_text(readme, encoding="utf-8")
     except ImportError as error:
-        return _fail(f"--html: {error}: python -m pip install matplotlib markdown-it-py")
+        raise UsageError(f"--html: {error}: python -m pip install matplotlib markdown-it-py") from error
     except (RecordError, OSError) as error:
-        return _fail(error)
+        raise UsageError(error) from error
     print(json.dumps(figures(benchmarks), indent=2) if arguments.json else results(benchmarks))
     return 0
-
-
-def _fail(error: Exception | str) -> int:
-    print(f"ds-tileoverlap: {error}", file=sys.stderr)
-    return 2

@@ -30,7 +30,7 @@ from .arms import (
     output_of,
     without,
 )
-from .measure import interleaved, on_all_ranks, summary, synchronize
+from .measure import TOLERANCE, interleaved, on_all_ranks, summary, synchronize
 from .options import CHUNKS
 from .shapes import LayerShape
 
@@ -181,8 +181,8 @@ def equality_gate(arms: dict, judge, against: str, shape: LayerShape, x: torch.T
         if name in AUTOEP_ARMS:
             report[f"{name}_output_vs_float32"] = error(run_arm(arm)[0, :64], exact)
     passed = (
-        report[f"output_vs_{against}"] <= 2e-2
-        and report[f"gradients_vs_{against}"] <= 2e-2
+        report[f"output_vs_{against}"] <= TOLERANCE
+        and report[f"gradients_vs_{against}"] <= TOLERANCE
         and report["output_vs_float32"] <= 2 * report[f"{against}_output_vs_float32"] + 1e-5
     )
     return {"passed": on_all_ranks(passed, x.device), **report}

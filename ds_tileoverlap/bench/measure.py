@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,13 @@ import torch
 import triton
 from torch import distributed as dist
 
+from ..programs import driver_version, printed_by
+
 BURST = 4
+# Relative, of bf16 results that were summed in another order.
+TOLERANCE = 2e-2
+# Copies over one link, back to back.
+COPY_BYTES, COPIES = 2**28, 4
 
 
 def interleaved(
@@ -86,6 +91,22 @@ def on_all_ranks(passed: bool, device: torch.device) -> bool:
     return bool(verdict.item())
 
 
+def copy_speed(source: int, target: int) -> float:
+    """GB/s of copies from one GPU to another."""
+    here = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
+    there = torch.empty_like(here, device=f"cuda:{target}")
+    there.copy_(here)
+    torch.cuda.synchronize(source)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(source):
+        start.record()
+        for _ in range(COPIES):
+            there.copy_(here, non_blocking=True)
+        end.record()
+        end.synchronize()
+    return COPIES * COPY_BYTES / start.elapsed_time(end) / 1e6
+
+
 def environment(device: torch.device, command: str) -> dict:
     """What a record says of its machine, its software and how it was made."""
     found = {
@@ -100,19 +121,11 @@ def environment(device: torch.device, command: str) -> dict:
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["driver"] = driver_version() or None
     if find_spec("transformers"):
         found["transformers"] = metadata.version("transformers")
     root = Path(__file__).parents[2]
     # An installed package may lie inside a repository of somebody else.
-    if (root / ".git").exists() and (commit := _first_line("git", "-C", str(root), "rev-parse", "--short", "HEAD")):
-        found["commit"] = commit
+    if (root / ".git").exists() and (commit := printed_by("git", "-C", str(root), "rev-parse", "--short", "HEAD")):
+        found["commit"] = commit.strip()
     return found
-
-
-def _first_line(*command: str) -> str | None:
-    """Of a command's output; ``None`` where it is missing, fails or does not answer."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.partition("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -7,9 +7,9 @@ import re
 import shlex
 from pathlib import Path
 
-from ..arguments import at_least_one
+from ..arguments import UsageError, at_least_one
 from .measure import BURST
-from .shapes import LayerShape, Sizes, StageShape, UsageError, read_shapes
+from .shapes import LayerShape, Sizes, StageShape, read_shapes
 
 LAYER, STAGES, STEP = "layer", "stages", "step"
 PURPOSES = {

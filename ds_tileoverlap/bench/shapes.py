@@ -10,12 +10,10 @@ from pathlib import Path
 
 import yaml
 
+from ..arguments import UsageError
+
 # Of a field's type.
 EXPECTED = {"str": "letters, digits, - and _", "int": "an integer of at least 1", "float": "a number from 0, below 1"}
-
-
-class UsageError(ValueError):
-    """What was asked for cannot be measured; the message says what was got and what is expected."""
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,13 @@ from ..overlap_stages import Operand
 from ..route import Routes
 from ..schedule import ARRIVALS
 from ..weight_maps import WeightMaps
-from .measure import interleaved, on_all_ranks, summary
+from .measure import TOLERANCE, interleaved, on_all_ranks, summary
 from .shapes import StageShape
 
 LINK = 378e9
 # How many times as fast as serial the down projection and its return should be.
 GOALS = {"qwen3-30b": 2.15, "olmoe": 2.1, "dsv3-like": 1.55, "paper-like": 1.9, "mixtral": 1.15, "trans-xl": 2.0}
 DTYPE = torch.bfloat16
-# Relative, of bf16 results that were summed in another order.
-TOLERANCE = 2e-2
 
 
 def run(shape: StageShape, options: argparse.Namespace, device: torch.device) -> dict:

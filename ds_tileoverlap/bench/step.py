@@ -22,17 +22,13 @@ from torch import distributed as dist
 from torch import nn
 
 from .arms import AUTOEP_FUSED, autoep_engine, dtype_on, native, without
-from .measure import interleaved, on_all_ranks, summary
+from .measure import TOLERANCE, interleaved, on_all_ranks, summary
 from .shapes import LayerShape
 
 # Arm -> backend.
 NATIVE = {"stock": None, "sequential": "sequential", "ours": "auto"}
 AUTOEP = {"autoep_fused": None, "ours_autoep": "auto"}
 SEQ_LEN = 2048
-
-
-# Relative, of bf16 results that were summed in another order.
-TOLERANCE = 2e-2
 
 
 class Attention(nn.Module):

@@ -17,9 +17,9 @@ import deepspeed
 import torch
 from torch import distributed as dist
 
+from ..arguments import UsageError
 from .measure import environment
 from .options import PURPOSES, START_LIMIT_S, add_options, check, command_line, record_path
-from .shapes import UsageError
 
 # Of the end of the group, seconds.
 END_LIMIT_S = 60

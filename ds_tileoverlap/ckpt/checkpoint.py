@@ -12,22 +12,16 @@ from typing import Any
 
 import torch
 
+from ..arguments import UsageError
+from ..expert_names import EXPERT_FILE, EXPERT_STATES, EXPERT_TENSOR, MODEL_STATES, tensor_name
 from .files import Entry, entries_of, load
 
 DEEPSPEED, HF = "deepspeed", "hf"
-MODEL_STATES = "mp_rank_00_model_states.pt"
-EXPERT_STATES = "layer_{layer}_expert_{expert}_" + MODEL_STATES
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 # What families call the number of experts in config.json.
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
-_EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_" + re.escape(MODEL_STATES))
-_DEEPSPEED_EXPERT = re.compile(r"(.+)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)")
 _HF_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(.+)")
-
-
-class UsageError(ValueError):
-    """The call is wrong, whatever the checkpoint holds."""
 
 
 @dataclass
@@ -113,7 +107,7 @@ class Checkpoint:
             if content := read(file):
                 return content
             raise ValueError("it holds nothing")
-        except Exception as error:  # noqa: BLE001 - a broken file makes its reader raise anything
+        except Exception as error:  # a broken file makes its reader raise anything
             why = str(error).strip().partition("\n")[0]
             self.faults.append(f"{file}: cannot be read, it may be truncated: {type(error).__name__}: {why}")
         return {}
@@ -192,7 +186,11 @@ def _tensors(checkpoint: Checkpoint, file: Path, state: dict[str, Any]) -> dict[
 
 def _deepspeed_layers(checkpoint: Checkpoint, folder: Path, numbers: Any) -> list[MoELayer]:
     """Layers as ``numbers``, the experts of each, and the files tell; only the files where that is no list."""
-    files = {tuple(map(int, m.groups())): f for f in folder.iterdir() if (m := _EXPERT_FILE.fullmatch(f.name))}
+    files = {
+        (int(m[1]), int(m[2])): f
+        for f in folder.iterdir()
+        if (m := EXPERT_FILE.fullmatch(f.name)) and m[3] == MODEL_STATES
+    }
     known = dict(enumerate(numbers)) if isinstance(numbers, list) else {}
     for layer, expert in files:
         known[layer] = known.get(layer, 0) if isinstance(numbers, list) else max(known.get(layer, 0), expert + 1)
@@ -207,11 +205,11 @@ def _expert(checkpoint: Checkpoint, layer: MoELayer, expert: int, file: Path) ->
     """The tensors of one expert's file; the first one of a layer tells the layer's prefix."""
     tensors = {}
     for key, entry in _tensors(checkpoint, file, checkpoint.attempt(file, load)).items():
-        match = _DEEPSPEED_EXPERT.fullmatch(key)
-        if match and int(match[2]) == expert and match[1] == (layer.prefix or match[1]):
-            layer.prefix, tensors[match[3]] = match[1], entry
+        match = EXPERT_TENSOR.fullmatch(key)
+        if match and int(match["expert"]) == expert and match["layer"] == (layer.prefix or match["layer"]):
+            layer.prefix, tensors[match["name"]] = match["layer"], entry
         else:
-            expected = f"{layer.prefix or '<prefix>'}.deepspeed_moe.experts.deepspeed_experts.{expert}.<name>"
+            expected = tensor_name(layer.prefix or "<prefix>", expert, "<name>")
             checkpoint.faults.append(f"{entry}: got this key, expected {expected}")
     return tensors
 

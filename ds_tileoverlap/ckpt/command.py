@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..arguments import at_least_one
-from .checkpoint import DEEPSPEED, HF, UsageError, open_checkpoint
+from .checkpoint import DEEPSPEED, HF, open_checkpoint
 from .conversion import CheckpointError, convert
 from .inspection import report, show
 from .names import FAMILIES
@@ -53,10 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    try:
-        found = report(open_checkpoint(arguments.path, arguments.tag))
-    except UsageError as error:
-        return _fail(error, 2)
+    found = report(open_checkpoint(arguments.path, arguments.tag))
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
@@ -78,17 +75,11 @@ def _convert(arguments: argparse.Namespace) -> int:
             max_shard_bytes=arguments.max_shard_size,
             ep_size=arguments.ep_size,
         )
-    except UsageError as error:
-        return _fail(error, 2)
     except (CheckpointError, OSError) as error:
-        return _fail(error, 1)
+        print(f"ds-tileoverlap: {error}", file=sys.stderr)
+        return 1
     print(f"{arguments.target}: written.\n{_SAID_AFTER[arguments.to]}")
     return 0
-
-
-def _fail(error: Exception, code: int) -> int:
-    print(f"ds-tileoverlap: {error}", file=sys.stderr)
-    return code
 
 
 def _bytes(text: str) -> int:

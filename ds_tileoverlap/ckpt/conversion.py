@@ -7,24 +7,15 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .checkpoint import (
-    EXPERT_STATES,
-    HF,
-    INDEX,
-    MODEL_STATES,
-    WEIGHTS,
-    Checkpoint,
-    UsageError,
-    num_experts,
-    open_checkpoint,
-    read_json,
-)
+from ..appearing import appearing
+from ..arguments import UsageError
+from ..expert_names import EXPERT_STATES, MODEL_STATES
+from .checkpoint import HF, INDEX, WEIGHTS, Checkpoint, num_experts, open_checkpoint, read_json
 from .files import Entry, write_safetensors
 from .names import FAMILIES, Names, with_map
 from .planning import Plan
@@ -92,12 +83,14 @@ def convert(
     plan = Plan(checkpoint, names, to, settings, dtype)
     if faults := plan.faults or list(plan.unlike_family()) or list(plan.unfit_values()):
         raise CheckpointError(source, faults)
-    with _appearing(target) as folder:
+    with appearing(target) as folder:
+        folder.mkdir()
         if to == HF:
             _write_hf(folder, plan, max_shard_bytes)
             _write_companions(folder, config, plan)
         else:
             _write_deepspeed(folder, tag or "global_step0", plan, checkpoint)
+        _check_target(folder, target)
 
 
 def _check_target(source: Path, target: Path) -> None:
@@ -134,20 +127,6 @@ def _unsuited(settings: dict[str, Any], ep_size: int) -> Iterator[str]:
         yield f"config.json: got {number} experts, expected a multiple of --ep-size {ep_size}"
     if "quantization_config" in settings:
         yield "config.json: quantization_config: got quantised weights, expected plain ones (dequantise them first)"
-
-
-@contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A folder beside ``target`` that gets its name at the end, or is removed if anything comes between."""
-    folder = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    folder.mkdir()
-    try:
-        yield folder
-        _check_target(folder, target)
-        folder.rename(target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _write_hf(folder: Path, plan: Plan, max_shard_bytes: int) -> None:

@@ -80,7 +80,7 @@ def load(file: Path) -> dict[str, Any]:
 def entries_of(file: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file by name."""
     with safe_open(file, "pt") as opened:
-        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 - it is no dictionary
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # it is no dictionary
         return {key: Entry(file, key, tuple(s.get_shape()), DTYPES[s.get_dtype()]) for key, s in slices.items()}
 
 

@@ -16,18 +16,19 @@ from pathlib import Path
 
 import yaml
 
-from .checkpoint import UsageError
+from ..arguments import UsageError
+from ..expert_names import EXPERTS
 
 Pairs = tuple[tuple[str, str], ...]
 
 # The shape of each projection of an expert: H is hidden_size, I the experts' inner size.
 _PROJECTIONS = {"gate_proj.weight": "IH", "up_proj.weight": "IH", "down_proj.weight": "HI"}
 _TO_HF = (
-    (r"\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.", r".experts.\1."),
+    (rf"\.{re.escape(EXPERTS)}\.(\d+)\.", r".experts.\1."),
     (r"\.deepspeed_moe\.gate\.wg\.weight$", ".gate.weight"),
 )
 _TO_DEEPSPEED = (
-    (r"\.experts\.(\d+)\.", r".deepspeed_moe.experts.deepspeed_experts.\1."),
+    (r"\.experts\.(\d+)\.", rf".{EXPERTS}.\1."),
     (r"\.gate\.weight$", ".deepspeed_moe.gate.wg.weight"),
 )
 

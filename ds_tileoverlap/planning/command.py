@@ -10,19 +10,19 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..arguments import shape, whole
+from ..arguments import UsageError, at_least_one, shape, whole
 from ..config import ConfigError, parse
 from . import machine, report, timeline
 from .forecast import Forecast
 from .profile import DEFAULT, Profile, load
-from .routing import PlanError, Unevenness
+from .routing import Unevenness
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", type=shape, required=True, help="one layer of gated experts: H=2048,I=768,E=128,k=8,tokens=8192"
     )
-    parser.add_argument("--ranks", type=whole, required=True, help="of the expert-parallel group")
+    parser.add_argument("--ranks", type=at_least_one, required=True, help="of the expert-parallel group")
     parser.add_argument("--config", type=Path, help="a ds_config file with the layer's options")
     parser.add_argument(
         "--profile",
@@ -40,15 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the forecast; returns 0, or 2 for wrong usage."""
+    """Prints the forecast; returns 0.
+
+    Raises:
+        UsageError: nothing can be predicted, or the drawing is there already.
+    """
     try:
         forecast = _forecast(arguments)
         if arguments.png:
             timeline.draw(forecast, arguments.png)
             print(f"{arguments.png}: written", file=sys.stderr)
-    except (PlanError, ConfigError, OSError, json.JSONDecodeError) as error:
-        print(f"ds-tileoverlap: {error}", file=sys.stderr)
-        return 2
+    except (ConfigError, OSError, json.JSONDecodeError) as error:
+        raise UsageError(error) from error
     if arguments.json:
         print(json.dumps(report.as_json(forecast), indent=2))
     else:
@@ -58,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _forecast(arguments: argparse.Namespace) -> Forecast:
     if arguments.png and arguments.png.exists():
-        raise PlanError(f"--png: {arguments.png} exists already")
+        raise UsageError(f"--png: {arguments.png} exists already")
     if arguments.png and find_spec("matplotlib") is None:
-        raise PlanError("--png: matplotlib is not installed; pip install 'ds_tileoverlap[plan]' brings it")
+        raise UsageError("--png: matplotlib is not installed: python -m pip install matplotlib")
     overrides = {"link_gbs": arguments.link_gbs, "link_us": arguments.link_us}
     profile = replace(_profile(arguments), **{name: value for name, value in overrides.items() if value is not None})
     config = parse(json.loads(arguments.config.read_text())) if arguments.config else None

@@ -180,7 +180,9 @@ def _source(records: Sequence[dict]) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Finds the rates of a profile in records of ds-tileoverlap bench run stages."
+    )
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--name", required=True, help="of the profile")
     parser.add_argument("--num-sms", type=int, required=True, help="of the GPU")

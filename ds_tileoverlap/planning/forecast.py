@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..arguments import UsageError
 from ..buffer import GENERATIONS, half_bytes
 from ..config import TileOverlapConfig
 from ..layout import Plan
@@ -12,7 +13,7 @@ from ..overlap import MAX_TOP_K
 from ..symmetric_layout import SUMS_BELOW, choose_returns, rows_to_receive
 from .choices import why_sequential
 from .profile import Profile
-from .routing import PlanError, Shape, Unevenness, draw
+from .routing import Shape, Unevenness, draw
 from .stages import Timeline, Work, fused, gemm_us, host_us, link_us, sequential_us, works
 
 # As csrc/schedule.cuh and csrc/courier.cuh: more are sequential.
@@ -64,7 +65,7 @@ class Forecast:
         config: options of the layer.
 
     Raises:
-        PlanError: the layer, or an option, is nothing that can be predicted.
+        UsageError: the layer, or an option, is nothing that can be predicted.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Forecast:
         _check(shape, num_ranks, self.config)
         plan = draw(shape, num_ranks, self.uneven, seed)
         if plan.num_rows > MAX_ROWS:
-            raise PlanError(f"rows of the fullest rank: got {plan.num_rows}, expected at most {MAX_ROWS}")
+            raise UsageError(f"rows of the fullest rank: got {plan.num_rows}, expected at most {MAX_ROWS}")
         self.why_sequential = why_sequential(shape, num_ranks, profile, self.config)
         returns = choose_returns(self.config, plan.tally, shape.row_bytes, profile.segment_bytes)
         self.plan: Plan = plan.but(returns=returns)
@@ -223,7 +224,7 @@ class Forecast:
 
 
 def _check(shape: Shape, num_ranks: int, config: TileOverlapConfig) -> None:
-    """Raises a :class:`PlanError` with all faults."""
+    """Raises a :class:`UsageError` with all faults."""
     faults = [f"{name}: got {value}, expected at least 1" for name, value in vars(shape).items() if value < 1]
     faults += [
         f"{name}: got {getattr(shape, name)}, expected a multiple of 8"
@@ -245,4 +246,4 @@ def _check(shape: Shape, num_ranks: int, config: TileOverlapConfig) -> None:
     if not config.overlap_dispatch:
         faults.append("overlap_dispatch: got false, expected true: no record has couriers without a GEMM beside them")
     if faults:
-        raise PlanError("; ".join(faults))
+        raise UsageError("; ".join(faults))

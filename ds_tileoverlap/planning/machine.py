@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import torch
 import triton
 
 from .. import __version__
+from ..arguments import UsageError
+from ..programs import driver_version, printed_by
 from .profile import FOLDER, Profile, load
-from .routing import PlanError
 
 # As in ds_config: look for one; have none.
 AUTO, NONE = "auto", "none"
@@ -24,9 +24,9 @@ def describe(num_ranks: int) -> dict[str, str | int]:
     has_gpu = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if has_gpu else "no GPU",
-        "link": link_of(_output_of("nvidia-smi", "topo", "-m")),
+        "link": link_of(printed_by("nvidia-smi", "topo", "-m")),
         "ranks": num_ranks,
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        "driver": driver_version(),
         "torch": str(torch.__version__),
         "triton": str(triton.__version__),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else "",
@@ -40,13 +40,6 @@ def link_of(topology: str) -> str:
     lines = [line.split() for line in topology.splitlines() if re.match(r"GPU\d+\s", line)]
     kinds = {cell for line in lines for cell in line[1 : len(lines) + 1]} - {"X"}
     return ",".join(sorted(kinds)) or "unknown"
-
-
-def _output_of(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def folder() -> Path:
@@ -78,7 +71,7 @@ def find(name: str, machine: dict) -> tuple[Profile | None, list[str]]:
     for each in names:
         try:
             profile = load(each)
-        except PlanError as error:
+        except UsageError as error:
             ignored.append(f"{error}; it is ignored")
             continue
         differences = profile.differences(machine)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import yaml
 
-from .routing import PlanError
+from ..appearing import appearing
+from ..arguments import UsageError
 
 VERSION = 2
 FOLDER = Path(__file__).with_name("profiles")
@@ -121,7 +120,7 @@ def load(name: str) -> Profile:
     """The profile of that name in the package, or in the file of that name.
 
     Raises:
-        PlanError: says what is missing or wrong.
+        UsageError: says what is missing or wrong.
     """
     inside = FOLDER / f"{name}.yaml"
     path = inside if inside.exists() else Path(name)
@@ -129,12 +128,12 @@ def load(name: str) -> Profile:
         found = yaml.safe_load(path.read_bytes())
     except OSError:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
-        raise PlanError(f"profile: got {name!r}, expected a YAML file or one of {known}") from None
+        raise UsageError(f"profile: got {name!r}, expected a YAML file or one of {known}") from None
     except yaml.YAMLError as error:
-        raise PlanError(f"profile {path}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"profile {path}: {' '.join(str(error).split())}") from error
     version = found.pop("version", None) if isinstance(found, dict) else None
     if version != VERSION:
-        raise PlanError(
+        raise UsageError(
             f"profile {path}: got version {version}, expected {VERSION}; measure again with ds-tileoverlap tune"
         )
     rates, source = found.pop("rates", None), found.get("source")
@@ -142,10 +141,10 @@ def load(name: str) -> Profile:
     _check_names(path, rates, {field.name for field in fields(Rates)})
     _check_names(path, source, SOURCE)
     if not isinstance(found["key"], dict) or "ranks" not in found["key"]:
-        raise PlanError(f"profile {path}: key: got {found['key']!r}, expected a mapping with at least ranks")
+        raise UsageError(f"profile {path}: key: got {found['key']!r}, expected a mapping with at least ranks")
     for name, value in {**found, **rates}.items():
         if name not in ("name", "key", "source") and not _is_right(name, value):
-            raise PlanError(f"profile {path}: {name}: got {value!r}, expected a number like that in {DEFAULT}.yaml")
+            raise UsageError(f"profile {path}: {name}: got {value!r}, expected a number like that in {DEFAULT}.yaml")
     return Profile(**found, rates=Rates(**rates))
 
 
@@ -153,7 +152,7 @@ def _check_names(path: Path, found: object, expected: set[str]) -> None:
     names = found.keys() if isinstance(found, dict) else {repr(found)}
     if names != expected:
         missing, unknown = ", ".join(sorted(expected - names)), ", ".join(map(str, names - expected))
-        raise PlanError(f"profile {path}: got {unknown or 'nothing'} in place of {missing or 'nothing'}")
+        raise UsageError(f"profile {path}: got {unknown or 'nothing'} in place of {missing or 'nothing'}")
 
 
 def _is_right(name: str, value: object) -> bool:
@@ -177,11 +176,5 @@ def write(profile: Profile, path: Path) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
-        try:
-            part.write(dump(profile))
-            part.flush()
-            os.replace(part.name, path)
-        except BaseException:
-            os.unlink(part.name)
-            raise
+    with appearing(path) as part:
+        part.write_text(dump(profile), encoding="utf-8")

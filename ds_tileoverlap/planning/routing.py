@@ -15,10 +15,6 @@ from ..layout import Plan
 RANKS_WITH_TOKENS = 8
 
 
-class PlanError(ValueError):
-    """What was asked for cannot be predicted; the message says what was got and what is expected."""
-
-
 @dataclass(frozen=True)
 class Shape:
     """One MoE layer of gated experts. ``tokens`` are those of a rank."""

@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..doctor import last_words
-from ..ranks import running
+from ..arguments import UsageError, at_least_one
+from ..ranks import last_words, running
 from . import fit, machine
 from .profile import Profile, write
 
@@ -49,17 +49,17 @@ class TuneError(RuntimeError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="where to write the profile; default: a file in the user's cache")
-    parser.add_argument("--ranks", type=int, help="GPUs of an expert-parallel group; default: all of this machine")
+    parser.add_argument(
+        "--ranks", type=at_least_one, help="GPUs of an expert-parallel group; default: all of this machine"
+    )
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which no other layer is begun")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the profile; returns 0, or 1 where nothing could be measured, or 2 for wrong usage."""
-    if fault := _wrong_usage(arguments):
-        print(f"ds-tileoverlap: {fault}", file=sys.stderr)
-        return 2
+    """Writes the profile; returns 0, or 1 where nothing could be measured."""
+    _check(arguments)
     began = time.monotonic()
     try:
         found = tune(arguments.ranks or torch.cuda.device_count(), arguments.limit)
@@ -73,16 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _wrong_usage(arguments: argparse.Namespace) -> str | None:
+def _check(arguments: argparse.Namespace) -> None:
     if arguments.out and arguments.out.exists():
-        return f"--out: {arguments.out} exists already"
+        raise UsageError(f"--out: {arguments.out} exists already")
     if arguments.ranks is not None and arguments.ranks < 2:
-        return f"--ranks: got {arguments.ranks}, expected at least 2"
+        raise UsageError(f"--ranks: got {arguments.ranks}, expected at least 2")
     if not 0 < arguments.limit < float("inf"):
-        return f"--limit: got {arguments.limit}, expected a number of seconds above 0"
+        raise UsageError(f"--limit: got {arguments.limit}, expected a number of seconds above 0")
     if find_spec("scipy") is None:
-        return "tune: scipy is not installed; pip install 'ds_tileoverlap[plan]' brings it"
-    return None
+        raise UsageError("tune: scipy is not installed: python -m pip install scipy")
 
 
 def tune(num_ranks: int, limit_s: float) -> dict:

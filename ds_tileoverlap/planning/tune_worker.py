@@ -15,11 +15,10 @@ import torch
 from torch import distributed as dist
 
 from .. import overlap_group
-from ..bench.measure import environment
+from ..bench.measure import copy_speed, environment
 from ..bench.shapes import StageShape
 from ..bench.stages import Stages
 from ..config import TileOverlapConfig
-from ..doctor import copy_speed
 from ..exchange import peers_of
 from ..overlap_stages import Operand
 from ..symmetric_layout import choose_returns
@@ -31,7 +30,7 @@ SAMPLES = 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="a rank of ds-tileoverlap tune")
     parser.add_argument("--layers", type=json.loads, required=True, help="shapes as of the stage benchmark, as JSON")
     parser.add_argument("--limit", type=float, required=True, help="seconds after which no other layer is begun")
     parser.add_argument("--end", type=float, required=True, help="seconds after which this process ends")

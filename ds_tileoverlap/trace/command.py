@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from ..arguments import shape, whole
+from ..arguments import UsageError, at_least_one, shape
 from ..config import BLOCK, parse
 from ..planning.routing import Shape
-from ..ranks import running
+from ..ranks import last_words, running
 from . import perfetto, report
 
 FILE = "trace.json.gz"
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", type=shape, required=True, help="one layer of gated experts: H=2048,I=768,E=128,k=8,tokens=8192"
     )
-    parser.add_argument("--ranks", type=whole, help="of the expert-parallel group; default: all GPUs, or 2 on a CPU")
+    parser.add_argument(
+        "--ranks", type=at_least_one, help="of the expert-parallel group; default: all GPUs, or 2 on a CPU"
+    )
     parser.add_argument("--config", type=Path, help="a ds_config file with the layer's options")
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {FILE} and trace.png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -33,17 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Traces a step and prints its numbers; returns 0, 1 where there is no timeline, or 2 for wrong usage."""
+    """Traces a step and prints its numbers; returns 0, or 1 where there is no timeline.
+
+    Raises:
+        UsageError: nothing can be traced, or the file is there already.
+    """
     num_gpus = torch.cuda.device_count()
-    num_ranks = arguments.ranks if arguments.ranks is not None else num_gpus or 2
+    num_ranks = arguments.ranks or num_gpus or 2
     try:
         block = _block(arguments.config)
         faults = _faults(arguments.shape, num_ranks, num_gpus, arguments.out)
     except (OSError, ValueError) as error:
-        faults = [str(error)]
+        raise UsageError(error) from error
     if faults:
-        print(f"ds-tileoverlap: {'; '.join(faults)}", file=sys.stderr)
-        return 2
+        raise UsageError("; ".join(faults))
     job = {"shape": asdict(arguments.shape), "block": block, "folder": str(arguments.out)}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -56,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join(said), file=sys.stderr)
     if launcher.returncode or not (arguments.out / FILE).exists():
         if launcher.returncode:
-            print(err, file=sys.stderr)
+            print(f"ds-tileoverlap: the {num_ranks} ranks failed: {last_words(err)}", file=sys.stderr)
         return 1
     facts = perfetto.read(arguments.out / FILE)["otherData"]
     if arguments.json:
@@ -79,7 +84,7 @@ def _block(path: Path | None) -> dict:
 
 def _faults(layer: Shape, num_ranks: int, num_gpus: int, folder: Path) -> list[str]:
     faults = [f"{name}: got {value}, expected at least 1" for name, value in vars(layer).items() if value < 1]
-    if num_ranks < 1 or layer.experts % num_ranks:
+    if layer.experts % num_ranks:
         faults.append(f"--ranks: got {num_ranks}, expected at least 1 and a divisor of the {layer.experts} experts")
     if num_gpus and num_ranks > num_gpus:
         faults.append(f"--ranks: got {num_ranks}, expected at most the {num_gpus} GPUs of this machine")

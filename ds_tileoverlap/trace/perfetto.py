@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from ..appearing import appearing
 from .timeline import Timeline
 
 US = 1e3
@@ -30,10 +30,8 @@ def write(path: Path, timelines: list[Timeline], facts: dict) -> None:
     """
     events = [event for timeline in timelines for event in events_of(timeline)]
     document = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": facts}
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with gzip.open(part, "wt", encoding="utf-8") as file:
+    with appearing(path) as part, gzip.open(part, "wt", encoding="utf-8") as file:
         json.dump(document, file)
-    os.replace(part, path)
 
 
 def read(path: Path) -> dict:
