@@ -52,6 +52,8 @@ def test_worked_examples():
     assert schedule.plain_send_runs(sends, 1) == [(0, 3, 0, 0), (12, 4, 2, 2)]
     segments = [(0, 9, 1, 0, 0, 1, 0), (9, 9, 1, 9, 2, 1, 1), (18, 9, 0, 0, 2, 1, 2), (0, 0, 0, 0, 0, 0, 4)]
     assert schedule.plain_band_parts(segments, 3) == [1, 0, 3]
+    assert schedule.gated_width(1408) == 2816
+    assert [schedule.rows_of_part(row_bytes) for row_bytes in (4096, 20000, 100)] == [2, 1, 32]
 
 
 def sent_of(chosen, ranks, experts):
