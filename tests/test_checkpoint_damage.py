@@ -18,6 +18,7 @@ from checkpoint_folders import (  # noqa: E402
     STEP,
     WEIGHTS,
     change,
+    content_of,
     edit_config,
     edit_of,
     inspected,
@@ -112,10 +113,6 @@ DAMAGES = {
         "model-2.safetensors: missing",
     ),
 }
-
-
-def content_of(folder):
-    return {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
