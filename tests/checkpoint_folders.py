@@ -83,6 +83,10 @@ def inspected(capsys, path, code=0):
     return json.loads(capsys.readouterr().out)
 
 
+def content_of(folder):
+    return {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
 def change(file, edit):
     """Lets ``edit`` change the state in a file of either format."""
     safetensors = file.suffix == ".safetensors"

@@ -12,6 +12,9 @@ torch.set_num_threads(1)
 import pytest  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
+# Before tests import it: what was compared is then said where it is not equal.
+pytest.register_assert_rewrite("schedule_twins")
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu(count): needs that many CUDA GPUs")

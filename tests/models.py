@@ -13,6 +13,8 @@ from ds_tileoverlap import configure
 
 H, I, E, TOP_K, T = 64, 128, 8, 2, 33
 PLAIN = dict(min_capacity=0, use_rts=False, top2_2nd_expert_sampling=False, drop_tokens=False)
+# Of results in a dtype, in the norm.
+ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 class Gated(nn.Module):
@@ -125,6 +127,15 @@ def assert_close(got, expected, rtol=1e-5):
         scale = value.double().abs().max().item() if value.numel() else 0.0
         error = (value.double() - other.double()).abs().max().item() if value.numel() else 0.0
         assert error <= rtol * scale + 1e-30, f"{name}: error {error:.3e} at scale {scale:.3e}"
+
+
+def relative_errors(got, expected):
+    """Errors of every tensor in the norm, relative to it."""
+    errors = {}
+    for name, value in expected.items():
+        difference = (got[name].double() - value.double()).norm()
+        errors[name] = (difference / value.double().norm().clamp(min=1e-30)).item()
+    return errors
 
 
 def dense(layers_state, x, expert, k, num_experts=E):

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from ds_tileoverlap.ckpt import conversion
+from ds_tileoverlap.ckpt import conversion, files
 
 pytest.importorskip("transformers")
 from checkpoint_folders import (  # noqa: E402
@@ -18,6 +18,7 @@ from checkpoint_folders import (  # noqa: E402
     STEP,
     WEIGHTS,
     change,
+    content_of,
     edit_config,
     edit_of,
     inspected,
@@ -43,6 +44,10 @@ DAMAGES = {
     "other expert": (
         lambda d: shutil.copy(d / STEP / EXPERT.format(1, 3), d / STEP / EXPERT.format(1, 2)),
         r"layer_1_expert_2_.*experts\.3\..*expected .*experts\.2",
+    ),
+    "other layer": (
+        lambda d: shutil.copy(d / STEP / EXPERT.format(0, 3), d / STEP / EXPERT.format(1, 3)),
+        r"layer_1_expert_3_.*layers\.0\..*experts\.3\..*expected .*layers\.1\..*experts\.3",
     ),
     "missing key": (
         lambda d: change(d / STEP / EXPERT.format(0, 0), edit_of("up_proj", lambda v: None)),
@@ -110,10 +115,6 @@ DAMAGES = {
 }
 
 
-def content_of(folder):
-    return {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_stays_alone(folders, tmp_path, capsys, damage):
     hf, ds = folders("qwen3_moe")
@@ -130,6 +131,15 @@ def test_damage_is_named_and_stays_alone(folders, tmp_path, capsys, damage):
         assert re.search(message, capsys.readouterr().err)
     assert content_of(source) == before
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in files.DTYPES.values() if dtype.is_floating_point], ids=str)
+def test_nonfinite_values_are_counted(dtype):
+    """Also where all are so large that their sum is not finite."""
+    value = torch.full((3, 5), torch.finfo(dtype).max, dtype=torch.float64)
+    assert files.count_nonfinite(value.to(dtype)) == 0
+    value[0, 4] = value[2, 1] = float("nan")
+    assert files.count_nonfinite(value.to(dtype)) == 2
 
 
 UNFIT = {
@@ -178,3 +188,17 @@ def test_interruption_leaves_nothing(folders, tmp_path, monkeypatch, kind, to):
         with pytest.raises(SystemExit if kind == "terminated" else KeyboardInterrupt):
             run(tmp_path / "target")
     assert len(calls) == 4 and list(tmp_path.iterdir()) == []
+
+
+def test_a_target_that_appears_meanwhile_stays(folders, tmp_path, monkeypatch, capsys):
+    (hf, _), target, save = folders("qwen3_moe"), tmp_path / "target", torch.save
+
+    def saves(*args):
+        # Empty: a folder could take its name without an error.
+        target.mkdir(exist_ok=True)
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", saves)
+    assert to_deepspeed(hf, target) == 2
+    assert f"{target}: exists, expected a new folder" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [target] and not any(target.iterdir())

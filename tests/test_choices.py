@@ -258,7 +258,15 @@ def _rates():
 
 
 @pytest.mark.parametrize(
-    "factors,part", [((1.0, 1.0), None), ((1.4, 0.7), None), ((1.6, 1.0), "GEMM"), ((1.0, 1.6), "all-to-all")]
+    "factors,part",
+    [
+        ((1.0, 1.0), None),
+        ((1.4, 0.7), None),
+        ((1.6, 1.0), "GEMM"),
+        ((0.6, 1.0), "GEMM"),
+        ((1.0, 1.6), "all-to-all"),
+        ((1.0, 0.6), "all-to-all"),
+    ],
 )
 def test_rates_of_another_machine_are_not_taken(profile, monkeypatch, capsys, factors, part):
     """The profile's own times, and some that are too far from them."""

@@ -175,6 +175,7 @@ def test_versions_requirement():
         ({"deepspeed": "0.19.8", "torch": "2.11.0+cu130", "python": "3.10.1", "triton": "3.6.0"}, []),
         ({"deepspeed": "0.19.12", "torch": "3.0"}, []),
         ({"deepspeed": "0.19.7"}, ["deepspeed: got 0.19.7, expected >=0.19.8,<0.20"]),
+        ({"deepspeed": "0.20"}, ["deepspeed: got 0.20, expected >=0.19.8,<0.20"]),
         ({"deepspeed": "0.20.0"}, ["deepspeed: got 0.20.0, expected >=0.19.8,<0.20"]),
         (
             {"torch": "2.9.1", "triton": "3.5", "python": "3.11.7"},

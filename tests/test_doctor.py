@@ -1,11 +1,17 @@
 """The report about a machine: its checks, its exit codes, its JSON, and the archive for whoever has to help."""
 
+import contextlib
 import json
+import os
 import tarfile
+import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ds_tileoverlap import cli, doctor
+from ds_tileoverlap.op_builder.tileoverlap import STALE_LOCK_S, TileOverlapBuilder
 
 
 def run(*arguments):
@@ -55,6 +61,63 @@ def test_a_missing_ds_config_is_a_fault(capsys, tmp_path):
 def test_a_variable_that_keeps_layers_sequential(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert report_of(capsys, "--no-exchange")["environment"]["status"] == "fault"
+
+
+def test_variables_of_others_are_not_told(capsys, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_KEY", "of nobody else")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    checks = report_of(capsys, "--no-exchange")
+    assert checks["environment"]["status"] == "ok" and "NCCL_DEBUG=WARN" in checks["environment"]["detail"]
+    assert "AWS_SECRET_KEY" not in str(checks) and "of nobody else" not in str(checks)
+
+
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    "capabilities,apart,gpus,links",
+    [
+        ([HOPPER, HOPPER], [], ("ok", "2: GPU (9.0, 80 GiB)"), ("ok", "peer access between all, 123 to 123 GB/s")),
+        ([HOPPER, AMPERE], [], ("no", "2: GPU (8.0, 80 GiB), GPU (9.0, 80 GiB); overlap needs"), ("ok", "between all")),
+        ([BLACKWELL] * 2, [], ("no", "2: GPU (10.0, 80 GiB); overlap needs"), ("ok", "between all")),
+        ([HOPPER] * 3, [(2, 1)], ("ok", "3: "), ("no", "no peer access from GPU 2 to 1; ")),
+    ],
+    ids=["Hopper", "Ampere among them", "Blackwell", "no peer access"],
+)
+def test_what_gpus_can_do(monkeypatch, capabilities, apart, gpus, links):
+    kinds = [
+        SimpleNamespace(name="GPU", major=major, minor=minor, total_memory=80 * 2**30) for major, minor in capabilities
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: kinds[device])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair not in apart)
+    monkeypatch.setattr(doctor, "copy_speed", lambda source, target: 123.0)
+    for found, (status, words) in zip([doctor._gpus(), *doctor._links()], [gpus, links], strict=True):
+        assert found.status == status and words in found.detail
+
+
+@pytest.mark.parametrize(
+    "age_s,status", [(2 * STALE_LOCK_S, "fault"), (0.0, "ok")], ids=["of a killed build", "of a build"]
+)
+def test_a_lock_of_the_build(monkeypatch, tmp_path, age_s, status):
+    monkeypatch.setattr(TileOverlapBuilder, "refusal", lambda builder: None)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / TileOverlapBuilder.NAME / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - age_s,) * 2)
+    found = doctor._operator()
+    assert found.status == status and (f"remove {lock}" in found.detail) == (status == "fault")
+
+
+@pytest.mark.parametrize("error,status", [(1e-3, "ok"), (1.0, "fault"), (float("nan"), "fault")])
+def test_an_exchange_with_other_results_is_a_fault(monkeypatch, error, status):
+    answer = json.dumps({"backend": "overlap", "device": "cuda", "error": error, "allowed": 2e-2})
+    launcher = SimpleNamespace(communicate=lambda: (f"some words\n{answer}\n", ""), returncode=0)
+    monkeypatch.setattr(doctor, "running", lambda *args, **options: contextlib.nullcontext(launcher))
+    found = list(doctor.checks())[-1]
+    assert found.name == "exchange" and found.status == status and f"(error {error:.1e})" in found.detail
 
 
 def test_an_exchange_that_does_not_end_is_a_fault(monkeypatch):

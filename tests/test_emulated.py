@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, GroupedExperts
 from emulated_op import build, hold_up
-from models import Gated, fill, mlp, ours, stock, tokens
-from test_gpu import relative_errors
-from test_schedule import assert_equals_twins
+from models import ERRORS, Gated, fill, mlp, ours, relative_errors, stock, tokens
+from schedule_twins import assert_equals_twins
 
 from ds_tileoverlap import buffer, layout, overlap, overlap_group, route, schedule, sequential, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig
@@ -21,7 +20,6 @@ from ds_tileoverlap.exchange import PeerError, Peers
 from ds_tileoverlap.stacked_experts import StackedExperts
 
 H, E = 64, 8
-ERRORS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm
-from test_gpu import relative_errors
+from models import relative_errors
 from torch import nn
 
 from ds_tileoverlap import gpt_oss

@@ -18,8 +18,7 @@ from ds_tileoverlap.model_experts import checksum
 pytest.importorskip("transformers")
 import test_autoep  # noqa: E402
 import test_finetune_hf  # noqa: E402
-from checkpoint_folders import EXPERT, MODEL, change, edit_of, poisoned, truncate  # noqa: E402
-from test_checkpoint_damage import content_of  # noqa: E402
+from checkpoint_folders import EXPERT, MODEL, change, content_of, edit_of, poisoned, truncate  # noqa: E402
 
 ADAM = {"optimizer": "Adam", "lr": 1e-2}
 OPTIMIZER = "expp_rank_1_mp_rank_00_optim_states.pt"

@@ -4,8 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import Gated, T, assert_close, backward_of, fill, mlp, ours, stock, tanh_mlp, tokens
-from test_gpu import ERRORS, relative_errors
+from models import (
+    ERRORS,
+    Gated,
+    T,
+    assert_close,
+    backward_of,
+    fill,
+    mlp,
+    ours,
+    relative_errors,
+    stock,
+    tanh_mlp,
+    tokens,
+)
 
 from ds_tileoverlap import close, layout, overlap, overlap_group, route, schedule, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig

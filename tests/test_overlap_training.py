@@ -5,8 +5,7 @@ import functools
 import pytest
 import torch
 from engines import Net, engine_of, weights_of
-from models import Gated, fill, tokens
-from test_gpu import relative_errors
+from models import Gated, fill, relative_errors, tokens
 from torch.utils.checkpoint import checkpoint
 
 from ds_tileoverlap import configure

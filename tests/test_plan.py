@@ -259,6 +259,17 @@ def test_memory(profile):
     assert found.memory["receive_buffers_bytes"] == 4 * 2 * 2**21
 
 
+@pytest.mark.parametrize("combine,returns_mib", [("sums", 10), ("rows", 64)])
+def test_memory_of_several_grains(profile, combine, returns_mib):
+    """All tokens choose the eight experts of the first of four ranks: it gets 4T rows, 3T of them from elsewhere."""
+    shape = Shape(hidden=64, intermediate=64, experts=32, top_k=8, tokens=2**16)
+    found = Forecast(shape, 4, profile, TileOverlapConfig(combine=combine), Unevenness(skew=1.0)).memory
+    assert found["positions_bytes"] == 4 * (4 * 8 + 4 * 8 + 2 * 32 + 1) * shape.tokens
+    # 4T records of 64 bytes, 3T tokens of 128, T sums or 8T rows of 128, T scalars of 32; a quarter more, but of rows
+    # there cannot be more; then whole grains of 2 MiB.
+    assert found["receive_buffers_bytes"] == 2 * (20 + 30 + returns_mib + 4) * 2**20
+
+
 def test_choices(profile):
     rows = Forecast(SMALL, 2, profile, TileOverlapConfig(combine="rows", bands_per_segment=1))
     found = {choice.name: choice for choice in rows.choices}
@@ -273,10 +284,19 @@ def test_a_backward_that_does_not_overlap_is_the_sequential_one(profile):
     assert [stage.overlap_us == stage.sequential_us for stage in stages] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("worst,left_out", [(0.05, 0.1), (0.1, 0.05)])
 @pytest.mark.parametrize(
-    "sequential_us,words", [(2.0, "overlap pays"), (1.05, "too near to call"), (0.5, "overlap does not pay")]
+    "sequential_us,words",
+    [
+        (2.0, "overlap pays"),
+        (1.11, "overlap pays"),
+        (1.09, "too near to call"),
+        (0.91, "too near to call"),
+        (0.5, "overlap does not pay"),
+    ],
 )
-def test_verdict(profile, monkeypatch, sequential_us, words):
+def test_verdict(profile, monkeypatch, sequential_us, words, worst, left_out):
+    profile = replace(profile, worst_error=worst, left_out_error=left_out)
     monkeypatch.setattr("ds_tileoverlap.planning.forecast.fused", lambda *_: timeline.Timeline(NOTHING, 1000.0, 1))
     monkeypatch.setattr("ds_tileoverlap.planning.forecast.sequential_us", lambda *_: 1000 * sequential_us)
     assert Forecast(SMALL, 2, profile).verdict.startswith(words)

@@ -13,7 +13,7 @@ from test_emulated import GROUPS, GUARDS, E, H, ThreadPools, layer_of, no_stream
 
 from ds_tileoverlap import cli, overlap_group, schedule, stages, symmetric_layout
 from ds_tileoverlap.trace import perfetto, recorder, report
-from ds_tileoverlap.trace.metrics import metrics, overlap_ratio, shared, union
+from ds_tileoverlap.trace.metrics import exposed_us, metrics, overlap_ratio, shared, union
 from ds_tileoverlap.trace.recorder import EVENT, DeviceRecorder, Recording
 from ds_tileoverlap.trace.timeline import Timeline, aligned, clock_offsets
 
@@ -307,10 +307,13 @@ def test_numbers_by_hand(ahead):
     assert clock_offsets(recordings) == [0, 1000 * ahead]
     timelines = aligned(recordings)
     assert [t.stages[0].start for t in timelines] == us(0, 2) and timelines[0].sent["end"].tolist() == us(40)
-    found = metrics(timelines)[0]
+    found, other = metrics(timelines)
     # Rows travel from 5 to 55, tiles are made from 20 to 90, of which each SM makes one for 40 of 100.
     assert found.exchange_us == 50 and found.exposed_us == 15 and found.overlap_ratio == 0.7
     assert found.compute_us == 40 and found.time_us == 100 and found.efficiency == 0.5
+    # The other rank sends from 5 to 30, is sent rows from 10 to 40, and makes no tile.
+    assert other.exchange_us == other.exposed_us == exposed_us([found, other]) == 35
+    assert overlap_ratio([found, other]) == 1 - 50 / 85
 
 
 def test_a_tile_starts_when_the_one_before_is_made():

@@ -9,20 +9,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed import comm
-from engines import EXPERTS, TOKENS, batch, engine_of, net_of, train
+from engines import EXPERTS, TOKENS, engine_of, net_of, train
 from models import Gated, fill, stock, tanh_mlp, tokens
 from models import ours as converted
 
 from ds_tileoverlap import cli, stages
 from ds_tileoverlap.route import Routing
 from ds_tileoverlap.trace import perfetto
+from ds_tileoverlap.trace.session import MAX_LAYERS
 
 SEQUENTIAL = ["moe", "route", "layout", "dispatch", "expert_gemm", "combine"]
 
 
-def _said(options, steps, layers=2, monitor=None, accumulate=1, **net):
-    """What this rank prints of a training, and each layer's counts of all ranks in the last forward."""
+def _said(options, steps, layers=2, monitor=None, accumulate=1, loaded=0, **net):
+    """What this rank prints of a training, and each layer's counts of this rank in the last forward.
+
+    Args:
+        loaded: steps of the checkpoint that the job begins with.
+    """
     config = {"tile_overlap": {"enabled": True, "backend": "sequential", **options}}
     if monitor:
         config["csv_monitor"] = {"enabled": True, "output_path": monitor, "job_name": "job"}
@@ -30,16 +34,21 @@ def _said(options, steps, layers=2, monitor=None, accumulate=1, **net):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         engine = engine_of(net, "sequential", gradient_accumulation_steps=accumulate, **config)
+        engine.global_steps = loaded
         train(engine, range(steps * accumulate))
     counts = torch.stack([layer.deepspeed_moe.exp_counts.cpu() for layer in net.layers])
-    comm.all_reduce(counts)
     lines = [line for line in printed.getvalue().splitlines() if line.startswith("tile_overlap: ")]
     return lines[1:], counts.double()
 
 
+def steps_of(lines):
+    return [int(re.match(r"tile_overlap: step (\d+): ", line)[1]) for line in lines]
+
+
 def test_a_line_every_so_many_steps(two_ranks, tmp_path):
-    (lines, counts), (silent, _) = two_ranks(_said, {"log_every": 2}, 4, 2, str(tmp_path))
-    assert not silent and [re.match(r"tile_overlap: step (\d+): ", line)[1] for line in lines] == ["2", "4"]
+    (lines, counts), (silent, others) = two_ranks(_said, {"log_every": 2}, 4, 2, str(tmp_path))
+    assert not silent and steps_of(lines) == [2, 4]
+    counts += others
     load = counts.max(1).values / counts.mean(1)
     fullest = int(load.argmax())
     expected = f"fullest expert {load[fullest]:.2f} times the mean ('layers.{fullest}'), 0.00% dropped"
@@ -59,19 +68,22 @@ def test_no_line_unless_asked(two_ranks):
     assert [lines for lines, _ in two_ranks(_said, {}, 3)] == [[], []]
 
 
+def test_a_job_that_goes_on_counts_on(two_ranks):
+    (lines, _), _ = two_ranks(_said, {"log_every": 3}, 3, 1, None, 1, 7)
+    assert steps_of(lines) == [9]
+
+
 def _dropped():
-    """The line of one step, and the share of choices that an expert of stock layers would not take."""
-    net = net_of(2, 1, drop_tokens=True, capacity_factor=0.5, min_capacity=1, k=1)
-    lines, counts = _said({"log_every": 1}, 1, 1, drop_tokens=True, capacity_factor=0.5, min_capacity=1, k=1)
-    x, _ = batch(0)
-    chosen = net.layers[0].deepspeed_moe.gate.wg(x).argmax(1).bincount(minlength=EXPERTS)
-    capacity = -(-TOKENS // (2 * EXPERTS))
-    return lines, (chosen - capacity).clamp_min(0).sum().item() / TOKENS
+    return _said({"log_every": 1}, 1, 2, drop_tokens=True, capacity_factor=0.5, min_capacity=1, k=1)
 
 
 def test_what_is_dropped_is_said(two_ranks):
-    (lines, share), _ = two_ranks(_dropped)
-    assert share > 0 and lines[0].endswith(f", {share:.2%} dropped")
+    """The mean over the layers; each expert takes half of an even share."""
+    (lines, chosen), _ = two_ranks(_dropped)
+    assert chosen.sum(1).tolist() == [TOKENS, TOKENS]
+    capacity = -(-TOKENS // (2 * EXPERTS))
+    first, second = (chosen - capacity).clamp_min(0).sum(1) / TOKENS
+    assert first > 0 and second > 0 and lines[0].endswith(f", {(first + second) / 2:.2%} dropped")
 
 
 def test_routing_by_hand():
@@ -98,7 +110,14 @@ def test_a_traced_step(two_ranks, tmp_path):
     assert values_of(tmp_path, "exposed_us") == [facts["exposed_us"]] and values_of(tmp_path, "overlap_ratio") == [0]
     times = [each["time_us"] for each in facts["stages"] if each["rank"] == 0 and each["stage"] == "dispatch"]
     assert values_of(tmp_path, "dispatch/time_us") == times
+    assert not list(tmp_path.glob("job/*_efficiency.csv")), "what is not there is no number"
     assert (tmp_path / "there" / "trace.png").exists()
+
+
+def test_a_traced_step_of_a_deep_model(two_ranks, tmp_path):
+    two_ranks(_said, {"trace": {"step": 1, "folder": str(tmp_path)}}, 2, MAX_LAYERS + 1)
+    facts = perfetto.read(tmp_path / "trace.json.gz")["otherData"]
+    assert facts["layers"] == [f"layers.{i}" for i in range(MAX_LAYERS)]
 
 
 def test_a_folder_that_cannot_be_written(two_ranks, tmp_path):

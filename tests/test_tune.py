@@ -118,16 +118,21 @@ def test_an_error_of_the_left_out_layer_is_kept(gpus, capsys, monkeypatch):
     ],
     ids=["faster", "once slower", "noise", "once not measured"],
 )
-def test_settings_that_were_never_slower(gpus, others, expected):
-    """Of couriers with SMs of their own and, times 2 MiB, of segments."""
-    gpus.settings = lambda name: (
-        ("comm_sms", 0, others(name)),
-        ("segments", SEGMENT_BYTES, {setting * SEGMENT_BYTES: ratio for setting, ratio in others(name).items()}),
-    )
+def test_settings_that_were_never_slower(others, expected):
+    records = [
+        {"times_ms": {f"arm {setting}": {"median": ratio} for setting, ratio in {0: 1.0, **others(name)}.items()}}
+        for name in ("trans-xl", "olmoe", "mixtral")
+    ]
+    assert fit.never_slower(records, 0, lambda record: "arm") == expected
+
+
+def test_settings_of_the_profile(gpus):
+    """Of couriers with SMs of their own, and of segments."""
+    gpus.settings = lambda name: (("comm_sms", 0, {8: 0.9}), ("segments", SEGMENT_BYTES, {4 * SEGMENT_BYTES: 0.9}))
     gpus.layers = [layer for layer in tune.LAYERS if layer["name"] in ("trans-xl", "olmoe", "mixtral")]
     assert cli.main(["tune"]) == 0
     found, _ = machine.find("auto", HERE)
-    assert (found.comm_sms, found.segment_bytes) == (expected, expected * SEGMENT_BYTES or SEGMENT_BYTES)
+    assert (found.comm_sms, found.segment_bytes) == (8, 4 * SEGMENT_BYTES)
 
 
 def test_out(gpus, tmp_path, capsys, cache):
