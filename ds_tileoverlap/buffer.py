@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from .exchange import Peers
+from .exchange import PeerError, Peers
 
 GENERATIONS = 2
 GROW_TO = 1.25
@@ -33,6 +33,36 @@ MIN_COUNTS_STRIDE = 4
 CHANNELS = 4
 # Words that each peer writes in a channel, and words of this rank's own beside one target for each peer.
 PEER_WORDS, OWN_WORDS = 3, 4
+
+
+_WAITS = {
+    1: "the tiles of its own expert GEMM were not ready",
+    2: "rank {peer} did not read what it received before",
+    3: "rows from rank {peer} did not arrive",
+    4: "the counts of rank {peer} did not come",
+    5: "routes from rank {peer} did not arrive",
+    6: "rank {peer} did not begin the same exchange",
+    7: "rows that had arrived were not put in place",
+}
+
+
+def check_failure(failure: torch.Tensor, peers: Peers) -> None:
+    """Raises where a kernel of an earlier call gave up waiting.
+
+    Args:
+        failure: of the Pool; its copy on the host, where the device shall not be waited for.
+
+    Raises:
+        PeerError: names the rank and what was waited for.
+    """
+    kind, peer, place, expected, seen = failure.tolist()
+    if kind:
+        what = _WAITS[kind].format(peer=peers.ranks[peer] if 0 <= peer < peers.size else "?")
+        raise PeerError(
+            f"MoE layer '{peers.layer}', rank {peers.ranks[peers.rank]}: {what} within {peers.timeout_s:.0f} s "
+            f"(place {place}, expected {expected & 0xFFFFFFFF}, seen {seen & 0xFFFFFFFF}), in this forward or one "
+            "before; outputs since then are not valid"
+        )
 
 
 def half_bytes(needed_bytes: int, most_bytes: int) -> int:
@@ -86,7 +116,7 @@ class Channel:
         capacity = half_bytes(needed_bytes, most_bytes)
         # Every use of the old buffer is over on all ranks before any of them lets go of it.
         self._pool.meet()
-        self._buffer = None
+        self.close()
         self._buffer, bases = self._pool.allocate(GENERATIONS * capacity, torch.uint8)
         self.peer_buffers, self.capacity_bytes = self._pool.addresses(bases), capacity
         self._remember_addresses()
@@ -94,6 +124,7 @@ class Channel:
 
     def close(self) -> None:
         self._buffer, self.capacity_bytes = None, 0
+        self._remember_addresses()
 
 
 class Pool:
@@ -119,7 +150,9 @@ class Pool:
         on_gpu = device.type == "cuda"
         if on_gpu:
             self.stream = torch.cuda.Stream(device, priority=-1)
-            self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
+            self.forked, self.joined, self._order = (torch.cuda.Event() for _ in range(3))
+        # The words below are ordered by one stream at a time.
+        self._last_stream: int | None = None
         size = peers.size
         own_sizes = [OWN_WORDS + size] * CHANNELS + [1, op.FAILURE_WORDS]
         own = torch.zeros(sum(own_sizes), dtype=torch.int32, device=device).split(own_sizes)
@@ -149,6 +182,20 @@ class Pool:
             self.signals = self.returns.epoch.expand(count).clone()
         return self.signals.data_ptr()
 
+    def follow(self, stream: int) -> None:
+        """Lets work queued from now on come after all earlier uses of the pool, if those were on another stream.
+
+        Args:
+            stream: the current one, as :func:`kernels.raw_stream` names it.
+        """
+        if stream == self._last_stream:
+            return
+        if self._last_stream is not None:
+            self._order.record(torch.cuda.ExternalStream(self._last_stream, device=self.device))
+            torch.cuda.current_stream(self.device).wait_event(self._order)
+            self.signals.record_stream(torch.cuda.current_stream(self.device))
+        self._last_stream = stream
+
     def close(self) -> None:
         """Frees the symmetric memory; collective over the group."""
         self.meet()
@@ -156,14 +203,45 @@ class Pool:
             channel.close()
 
     def allocate(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
-        """Memory that peers can write: this rank's part, uninitialised, and the addresses of all parts. Collective."""
-        part = symmetric_memory.empty(count, dtype=dtype, device=self.device)
+        """Memory that peers can write: this rank's part, uninitialised, and the addresses of all parts. Collective.
+
+        Raises:
+            torch.OutOfMemoryError: on all ranks, where one of them has none.
+        """
+        part = error = None
+        try:
+            part = self._part(count, dtype)
+        except RuntimeError as found:  # the others would wait for this rank's part
+            error = found
+        if not self._all(part is not None):
+            part_bytes = count * dtype.itemsize
+            why = error or "other ranks of the expert-parallel group have none"
+            raise torch.OutOfMemoryError(f"no symmetric memory of {part_bytes / 2**20:.0f} MiB: {why}") from error
         return part, list(symmetric_memory.rendezvous(part, self.peers.group).buffer_ptrs)
+
+    def _part(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return symmetric_memory.empty(count, dtype=dtype, device=self.device)
+        except RuntimeError:
+            # It comes from the driver, which may have none while torch's allocator keeps plenty for itself.
+            torch.cuda.empty_cache()
+            return symmetric_memory.empty(count, dtype=dtype, device=self.device)
+
+    def _all(self, well: bool) -> bool:
+        """Whether all ranks of the group are well. Collective."""
+        flag = torch.tensor([well], dtype=torch.int32, device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.peers.group)
+        return bool(flag.item())
 
     def addresses(self, addresses: list[int]) -> torch.Tensor:
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)
 
     def meet(self) -> None:
-        """Waits until every rank of the group has come here with an idle device."""
+        """Waits until every rank of the group has come here with an idle device.
+
+        Raises:
+            PeerError: a kernel of this rank gave up waiting for a peer, which will not come here either.
+        """
         torch.cuda.synchronize(self.device)
+        check_failure(self.failure, self.peers)
         dist.barrier(self.peers.group, device_ids=[self.device.index])

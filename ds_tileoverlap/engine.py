@@ -19,6 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from . import overlap_group
 from .agreement import on_rank_0
 from .layer import runtimes_of
 from .load_check import LoadCheck
@@ -42,12 +43,19 @@ class TileEngine:
         check.after(failure)
         return found
 
+    @functools.wraps(DeepSpeedEngine.save_checkpoint)
+    def save_checkpoint(self, *args: Any, **kwargs: Any):
+        # A backward that gave up waiting for a peer is otherwise told of by the next forward.
+        overlap_group.check_failures()
+        return super().save_checkpoint(*args, **kwargs)
+
     @functools.wraps(DeepSpeedEngine.save_16bit_model)
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         path = os.path.join(save_dir, save_filename)
         if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
             say(f"{path}: not saved, as zero_optimization.stage3_gather_16bit_weights_on_model_save is false")
             return False
+        overlap_group.check_failures()
         state = whole_state_dict(self, exclude_frozen_parameters)
         info = CheckpointCommitInfo(tag=f"global_step{self.global_steps}", save_dir=save_dir, save_latest=False)
         self.checkpoint_engine.create(info)

@@ -218,11 +218,15 @@ class LayerRuntime:
                 can_overlap=reason is None,
                 choices=self._auto(group, experts, num_experts, routes.experts.shape[1], peers, reason),
             )
-        meanwhile()
-        if reason is None:
-            output = overlap.routed_experts(x, routes.weights, experts, counting, stages)
-        else:
-            output = sequential.routed_experts(x, routes.weights, experts, counting.finish(), stages, again)
+        try:
+            meanwhile()
+            if reason is None:
+                output = overlap.routed_experts(x, routes.weights, experts, counting, stages)
+            else:
+                output = sequential.routed_experts(x, routes.weights, experts, counting.finish(), stages, again)
+        except Exception:
+            counting.settle()
+            raise
         self.routing = Routing(counting.plan.counts, peers, routes.experts.numel())
         self.backend = "overlap" if counting.plan.overlaps else "sequential"
         self._say_what_ran(counting.plan, reason)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .buffer import Pool
-from .exchange import PeerError, Peers, peer_error
+from .buffer import Pool, check_failure
+from .exchange import Peers, peer_error
 from .kernels import raw_stream
 from .log import say
 from .schedule import SEGMENT_BYTES
@@ -82,6 +82,17 @@ def close() -> None:
             pool.close()
 
 
+def check_failures() -> None:
+    """Waits for the device, and raises where a kernel gave up waiting: what was computed since then is not valid.
+
+    Raises:
+        PeerError: as of :func:`buffer.check_failure`.
+    """
+    for group in _GROUPS.values():
+        if group.pool:
+            check_failure(group.pool.failure, group.pool.peers)
+
+
 def _examine(peers: Peers, device: torch.device, profile: str) -> Group:
     if peers.size == 1:
         return Group(None, "the expert-parallel group has one rank, which exchanges nothing", None)
@@ -99,11 +110,17 @@ def _examine(peers: Peers, device: torch.device, profile: str) -> Group:
             reason = f"the kernels could not be built: {error}"
     ours = (reason, socket.gethostname(), _uuid(device) if device.type == "cuda" else "")
     everyone, rates = _gathered(ours, peers, profile)
-    reason = _common_refusal(everyone, peers)
+    reason = _common_refusal(everyone, peers) or _first_reason(_no_peer_access(everyone), peers)
+    pool = None
+    if reason is None:
+        try:
+            pool = Pool(peers, device, op)
+            _load_kernels(op, pool)
+        except RuntimeError as error:  # containers and drivers forbid it in ways that only trying shows
+            reason = f"symmetric memory could not be made: {error}"
+        reason = _first_reason(reason, peers)
     if reason is not None:
         return Group(None, reason, None)
-    pool = Pool(peers, device, op)
-    _load_kernels(op, pool)
     if rates is not None and profile == "auto":
         rates = _confirmed(rates, peers, device)
     return Group(op, None, pool, torch.cuda.get_device_properties(device).multi_processor_count, rates)
@@ -159,49 +176,33 @@ def _uuid(device: torch.device) -> str:
 
 def _common_refusal(everyone: list[tuple[str | None, str, str]], peers: Peers) -> str | None:
     """The group's answer, the same on every rank, from what each rank reported."""
-    for place, (reason, _, _) in enumerate(everyone):
-        if reason:
-            return f"{reason} (rank {peers.ranks[place]})"
+    if reason := _with_rank([reason for reason, _, _ in everyone], peers):
+        return reason
     hosts = {host for _, host, _ in everyone}
     if len(hosts) > 1:
         return f"the expert-parallel group spans {len(hosts)} machines ({', '.join(sorted(hosts))})"
     if len({uuid for _, _, uuid in everyone}) < peers.size:
         return "ranks of the expert-parallel group share a GPU"
-    # Peer access is symmetric and this asks about all pairs, where all devices are visible to every rank.
+    return None
+
+
+def _first_reason(reason: str | None, peers: Peers) -> str | None:
+    """The first rank's reason that has one, alike on all ranks. Collective."""
+    reasons: list = [None] * peers.size
+    dist.all_gather_object(reasons, reason, group=peers.group)
+    return _with_rank(reasons, peers)
+
+
+def _with_rank(reasons: list[str | None], peers: Peers) -> str | None:
+    return next((f"{reason} (rank {peers.ranks[i]})" for i, reason in enumerate(reasons) if reason), None)
+
+
+def _no_peer_access(everyone: list[tuple[str | None, str, str]]) -> str | None:
+    """Which two of the group's GPUs cannot reach each other, as far as this rank sees them."""
     uuids = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
     visible = [uuids[uuid] for _, _, uuid in everyone if uuid in uuids]
     pairs = [(a, b) for a in visible for b in visible if a != b and not torch.cuda.can_device_access_peer(a, b)]
     return f"GPU {pairs[0][0]} has no peer access to GPU {pairs[0][1]}" if pairs else None
-
-
-_WAITS = {
-    1: "the tiles of its own expert GEMM were not ready",
-    2: "rank {peer} did not read what it received before",
-    3: "rows from rank {peer} did not arrive",
-    4: "the counts of rank {peer} did not come",
-    5: "routes from rank {peer} did not arrive",
-    6: "rank {peer} did not begin the same exchange",
-    7: "rows that had arrived were not put in place",
-}
-
-
-def check_failure(failure: torch.Tensor, peers: Peers) -> None:
-    """Raises where a kernel of an earlier call gave up waiting.
-
-    Args:
-        failure: of the Pool; its copy on the host, where the device shall not be waited for.
-
-    Raises:
-        PeerError: names the rank and what was waited for.
-    """
-    kind, peer, place, expected, seen = failure.tolist()
-    if kind:
-        what = _WAITS[kind].format(peer=peers.ranks[peer] if 0 <= peer < peers.size else "?")
-        raise PeerError(
-            f"MoE layer '{peers.layer}', rank {peers.ranks[peers.rank]}: {what} within {peers.timeout_s:.0f} s "
-            f"(place {place}, expected {expected & 0xFFFFFFFF}, seen {seen & 0xFFFFFFFF}), in this forward or one "
-            "before; outputs since then are not valid"
-        )
 
 
 def _load_kernels(op, pool: Pool) -> None:

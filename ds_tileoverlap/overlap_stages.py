@@ -108,6 +108,7 @@ def project_arriving(
     Returns:
         For each operand [R, its width], and the expert rows [R, K].
     """
+    tokens = _aligned(tokens)
     rows, arriving = _arriving_rows(tokens, plan, run)
     results = []
     for operand in operands:
@@ -137,6 +138,7 @@ def project_gated_arriving(
     Returns:
         The weighted hidden rows [R, I], and the expert rows [R, K].
     """
+    tokens = _aligned(tokens)
     rows, arriving = _arriving_rows(tokens, plan, run)
     hidden = tokens.new_empty(rows.shape[0], gate.width)
     gemm = gemm_of([(rows, gate)], into[0], run)
@@ -160,6 +162,7 @@ def arrived_rows(tokens: torch.Tensor, width: int, plan: Plan, run: Run) -> torc
     Args:
         width: of a schedule for :data:`ARRIVALS`.
     """
+    tokens = _aligned(tokens)
     rows, arriving = _arriving_rows(tokens, plan, run)
     _arrive(run, width, rows, arriving)
     return rows
@@ -195,10 +198,21 @@ def _arrive(run: Run, width: int, rows: torch.Tensor, arriving: dict) -> None:
     run.op.arrive(run.exchange, run.pool.tokens.native, tiles, raw_stream(rows), **here, **arriving)
 
 
+def _aligned(tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens where couriers, who read 16 bytes at a time, can read them; a view may begin anywhere.
+
+    Whoever launches the couriers holds a copy until then: its memory would be given to what is made next.
+    """
+    return tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
+
+
 def _arriving_rows(tokens: torch.Tensor, plan: Plan, run: Run) -> tuple[torch.Tensor, dict]:
-    """The expert rows [R, K] with this rank's own in place, and what the couriers are told of all others."""
-    # Couriers read 16 bytes at a time; a view may begin anywhere.
-    tokens = tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
+    """The expert rows [R, K] with this rank's own in place, and what the couriers are told of all others.
+
+    Args:
+        tokens: aligned; held by the caller until the couriers are launched.
+    """
+    run.pool.follow(raw_stream(tokens))
     tally = plan.tally
     arriving = tally.most_arriving * run.row_bytes
     run.pool.tokens.reserve(arriving, 2 * arriving)
@@ -276,10 +290,13 @@ def return_while_computed(
             pool.stream.wait_event(pool.forked)
             op.run_couriers_home(exchange, channel.native, tiles, pool.stream.cuda_stream, **returning)
             pool.joined.record(pool.stream)
-    meanwhile()
-    with stages(home):
+    try:
+        meanwhile()
+    finally:
+        # Also where that raised: what the couriers still read must not be given to anybody before.
         if run.comm_sms:
             main.wait_event(pool.joined)
+    with stages(home):
         op.sum_returned(
             exchange,
             channel.native,

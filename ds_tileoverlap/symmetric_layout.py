@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .buffer import check_failure
 from .config import TileOverlapConfig
 from .exchange import WATCHDOG_MARGIN_S, Peers, peer_error
 from .kernels import raw_stream
 from .layout import Plan, Tally
-from .overlap_group import NS, Group, check_failure
+from .overlap_group import NS, Group
 from .route import Routes
 from .schedule import ARRIVALS, BAND, SEGMENT_BYTES, Returns, Schedule, tilings
 
@@ -56,7 +57,14 @@ class Counting:
         choices: Choices | None = None,
     ):
         op, pool, size, experts = group.op, group.pool, peers.size, routes.experts
+        if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"MoE layer '{peers.layer}' cannot be captured into a CUDA graph, as the host waits for the counts of "
+                "the other ranks; capture the parts around it"
+            )
+        pool.follow(raw_stream(experts))
         self.plan: Plan | None = None
+        self._is_finishing = False
         self.schedules: dict[tuple[int, Returns], Schedule] = {}
         self._experts, self._weights = experts, routes.weights.detach().contiguous()
         self.peers, self.group, self.config, self.row_bytes = peers, group, config, row_bytes
@@ -90,6 +98,7 @@ class Counting:
         Raises:
             PeerError: the counts of a rank did not come.
         """
+        self._is_finishing = True
         sums, tally, sent_tokens = self._placed()
         returns = returns_of(self.config, sums, self.row_bytes, self.group.segment_bytes)
         overlaps = tally.all_can_overlap and not (self._choices and self._choices.why_sequential(tally.most_routed))
@@ -115,6 +124,14 @@ class Counting:
             overlaps,
         ).but(tally=tally)
         return self.plan
+
+    def settle(self) -> None:
+        """Where something raised before :meth:`finish`: reads what the other ranks say now.
+
+        Otherwise a later forward, after an error that all ranks have caught, would wait for it.
+        """
+        if not self._is_finishing:
+            self.finish()
 
     def _placed(self) -> tuple[bool, Tally, torch.Tensor]:
         """Waits for the counts and says where this rank's routes go: whether as sums, the tally, the sent tokens."""
