@@ -4,10 +4,9 @@ import deepspeed
 import pytest
 import torch
 
-from ds_tileoverlap import gpt_oss
-from ds_tileoverlap.gpt_oss import TileGptOssMLP
-
 transformers = pytest.importorskip("transformers")
+from ds_tileoverlap import gpt_oss  # noqa: E402
+from ds_tileoverlap.gpt_oss import TileGptOssMLP  # noqa: E402
 
 LR = 0.1
 # So small that gates and ups of these models are clamped.
