@@ -4,9 +4,9 @@ import json
 
 import torch
 import transformers
+from hf_models import FAMILIES as AUTOEP_FAMILIES
+from hf_models import SMALL
 from safetensors.torch import load_file, save_file
-from test_autoep import FAMILIES as AUTOEP_FAMILIES
-from test_autoep import SMALL
 
 from ds_tileoverlap.ckpt import names
 from ds_tileoverlap.cli import main

@@ -73,3 +73,15 @@ def emulated(tmp_path_factory):
     from emulated_op import build
 
     return build(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture
+def no_streams_and_dirty_memory(monkeypatch):
+    """What ranks of the emulation, which are threads, need of torch; and memory that is never clean by chance."""
+    from emulated_ranks import NO_STREAM
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NO_STREAM)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -6,10 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import test_emulated as emulated
 import torch
+from emulated_ranks import GROUPS, E, H, ThreadPools, layer_of
 from models import Gated, fill, mlp, ours, stock, tokens
-from test_emulated import GROUPS, E, H, ThreadPools, layer_of
 
 from ds_tileoverlap import combine, dispatch, overlap_group, overlap_stages
 from ds_tileoverlap.config import TileOverlapConfig
@@ -25,8 +24,7 @@ RECORDS = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.gl
 NAMES = ("hidden", "intermediate", "experts", "top_k", "tokens")
 QWEN = Shape(2048, 768, 128, 8, 8192)
 
-# Fixtures of the emulation.
-op, no_streams_and_dirty_memory = emulated.op, emulated.no_streams_and_dirty_memory
+pytestmark = pytest.mark.usefixtures("no_streams_and_dirty_memory")
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +207,7 @@ def _forwards(rank, group, peers, layers, lengths, profile):
 
 
 @pytest.mark.parametrize("make", [lambda: Gated(H, 40), lambda: mlp(H, 40)], ids=["gated", "mlp"])
-def test_ranks_decide_alike(op, monkeypatch, capsys, profile, make):
+def test_ranks_decide_alike(emulated, monkeypatch, capsys, profile, make):
     """With many tokens overlap loses here, with few it does not; ranks have very different numbers of them."""
     monkeypatch.setattr(overlap_group, "group_of", lambda *_: GROUPS.by_thread())
     monkeypatch.setattr(
@@ -217,7 +215,7 @@ def test_ranks_decide_alike(op, monkeypatch, capsys, profile, make):
         "fused_us",
         lambda work, profile: (2.0 if work.num_tokens > 64 else 0.5) * choices.sequential_us(work, profile),
     )
-    full, pools = fill(stock(make(), num_experts=E, hidden=H), std=0.1).half(), ThreadPools(2, op)
+    full, pools = fill(stock(make(), num_experts=E, hidden=H), std=0.1).half(), ThreadPools(2, emulated)
     layers = [layer_of(rank, pools.peers[rank], full, {}, True) for rank in range(2)]
     for layer in layers:
         layer.deepspeed_moe.tile_overlap.config = TileOverlapConfig(enabled=True)

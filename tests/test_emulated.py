@@ -1,89 +1,29 @@
 """The overlap backend on CPUs: its own host code, its own kernels emulated, ranks as threads of this process."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, GroupedExperts
 from emulated_op import build, hold_up
+from emulated_ranks import GROUPS, GUARDS, E, H, ThreadPools, layer_of
 from models import ERRORS, Gated, fill, mlp, ours, relative_errors, stock, tokens
 from schedule_twins import assert_equals_twins
 
 from ds_tileoverlap import buffer, layout, overlap, overlap_group, route, schedule, sequential, symmetric_layout
 from ds_tileoverlap.config import TileOverlapConfig
-from ds_tileoverlap.exchange import PeerError, Peers
+from ds_tileoverlap.exchange import PeerError
 from ds_tileoverlap.stacked_experts import StackedExperts
 
-H, E = 64, 8
+pytestmark = pytest.mark.usefixtures("no_streams_and_dirty_memory")
 
 
 @pytest.fixture(scope="module")
 def op(emulated):
     return emulated
-
-
-class ThreadPools:
-    """The pools of ranks that are threads: what one allocates, the others can write."""
-
-    def __init__(self, size, op, timeout_s=20.0):
-        self.size, self.op, self.timeout_s = size, op, timeout_s
-        self.barrier, self.parts = threading.Barrier(size, timeout=60), [[] for _ in range(size)]
-        self.peers = [Peers(None, rank, tuple(range(size)), timeout_s, "test") for rank in range(size)]
-
-    def run(self, function, *arguments):
-        """``function(rank, group, peers, *arguments)`` on every rank; a failure anywhere ends all of them."""
-
-        def on(rank):
-            peers = self.peers[rank]
-            try:
-                pool = ThreadPool(self, peers)
-                return function(rank, overlap_group.Group(self.op, None, pool, 4), peers, *arguments)
-            except BaseException:
-                self.barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(self.size) as executor:
-            futures = [executor.submit(on, rank) for rank in range(self.size)]
-            # The first to fail is the one to look at: the others only miss it.
-            for future in as_completed(futures):
-                if error := future.exception():
-                    raise error
-            return [future.result() for future in futures]
-
-
-class ThreadPool(buffer.Pool):
-    def __init__(self, pools, peers):
-        self._pools = pools
-        super().__init__(peers, torch.device("cpu"), pools.op)
-        event = SimpleNamespace(record=lambda stream: None)
-        self.stream, self.forked, self.joined = NO_STREAM, event, event
-
-    def allocate(self, count, dtype):
-        # Dirty memory: NaN for who reads numbers, no row for who reads positions.
-        part = torch.full((count,), 0xFF if dtype == torch.uint8 else -1, dtype=dtype)
-        self._pools.parts[self.peers.rank].append(part)
-        self.meet()
-        return part, [parts[-1].data_ptr() for parts in self._pools.parts]
-
-    def meet(self):
-        self._pools.barrier.wait()
-
-
-NO_STREAM = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
-
-
-@pytest.fixture(autouse=True)
-def no_streams_and_dirty_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NO_STREAM)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def random_routes(seed, num_tokens, k, num_experts):
@@ -142,21 +82,6 @@ def placed(experts, weights, num_experts, size):
     return counted.counts, layout.place_tokens(experts, weights, counted, size)
 
 
-def layer_of(rank, peers, full, options, grouped):
-    """One rank's part of a layer on the overlap backend."""
-    local = E // peers.size
-    layer = ours(full, "overlap", **options)
-    inner = layer.deepspeed_moe
-    inner.experts.deepspeed_experts = inner.experts.deepspeed_experts[rank * local : (rank + 1) * local]
-    inner.num_local_experts, inner.ep_size = local, peers.size
-    if grouped:
-        flatten(inner.experts)
-    inner.tile_overlap.peers = lambda *_: peers
-    # Tracing, which finds the experts' form, is not for several threads at once.
-    assert inner.tile_overlap.experts(inner.experts.deepspeed_experts).form is not None
-    return layer
-
-
 def _train(rank, group, peers, layers, lengths, dtype):
     """Forward and backward of a rank's layer: its inputs, outputs and gradients by step."""
     GROUPS.local.group, layer, results = group, layers[rank], []
@@ -171,14 +96,6 @@ def _train(rank, group, peers, layers, lengths, dtype):
         results.append({"x": x.detach(), "grad": grad, "y": y.detach(), "x.grad": x.grad, **grads})
         overlap_group.check_failure(group.pool.failure, peers)
     return results
-
-
-def flatten(module):
-    """One buffer for all parameters in their order, as ZeRO has it: experts are evenly spaced, gate next to up."""
-    parameters = list(module.parameters())
-    buffer = torch.cat([p.detach().flatten() for p in parameters])
-    for parameter, piece in zip(parameters, buffer.split([p.numel() for p in parameters])):
-        parameter.data = piece.view_as(parameter)
 
 
 FORMS = {
@@ -296,37 +213,6 @@ def test_whatever_the_timing(op, monkeypatch, combine):
         assert all(torch.equal(a, b) for a, b in zip(results[0][rank], results[1][rank], strict=True))
 
 
-GUARDS = {
-    "tiles wait until what arrives is in place": (
-        "arrivals.cuh",
-        "    if (!wait_until([&] { return read_signal(missing) == 0; }",
-        "    if (false && !wait_until([&] { return read_signal(missing) == 0; }",
-    ),
-    "what arrives is read after it came": (
-        "arrivals.cuh",
-        "        if (peer != known && in_time) {",
-        "        if (false) {",
-    ),
-    "couriers wait for finished tiles": (
-        "sums.cuh",
-        "if (panel == ready || !courier.in_time) return;",
-        "return;",
-    ),
-    "the sum waits for what comes": (
-        "combine.cu",
-        "    all_reached(args.arrived, [&](int peer) { return args.targets[peer]; }, args.num_peers, ROWS_ARRIVED, "
-        "args.failure,\n                args.limit_ns);\n    if (threadIdx.x == 0) record",
-        "    if (threadIdx.x == 0) record",
-    ),
-    "routes are read after they came": (
-        "layout.cu",
-        "bool in_time = all_reached(\n        args.arrived, [&](int r) { return args.targets[r]; }, args.num_ranks, "
-        "ROUTES_ARRIVED, args.failure, args.limit_ns);",
-        "bool in_time = true;",
-    ),
-}
-
-
 def _late_peer(rank, group, peers, layers, steps):
     late = {"expert_gemm": 50.0, "place_tokens": 50.0} if rank == 1 else {}
     return _deep(rank, group, peers, layers, steps, late)
@@ -361,16 +247,6 @@ def _late_layout(rank, group, peers):
     config = TileOverlapConfig(enabled=True)
     plan = symmetric_layout.Counting(random_routes(rank, 40, 2, E), E, peers, group, config, 128, True).finish()
     return plan.choice_rows.clone(), plan.row_weights.clone()
-
-
-class GROUPS:
-    """The group of the rank that this thread is."""
-
-    local = threading.local()
-
-    @staticmethod
-    def by_thread():
-        return GROUPS.local.group
 
 
 def _one_leaves(rank, group, peers):

@@ -6,15 +6,16 @@ import sys
 
 import corpus
 import deepspeed
+import gpt_oss_models
 import pytest
-import test_gpt_oss
 import torch
 from deepspeed import comm
 from deepspeed.utils import safe_get_full_grad
+from hf_engines import OURS, STOCK, engine_of, experts_on, train
+from hf_models import batch, model_of
 from launched import ROOT, launcher, run
 from models import assert_close
 from options import UsageError
-from test_autoep import batch, model_of
 
 from ds_tileoverlap.hf_export import hf_state_dict, save_pretrained
 from ds_tileoverlap.load_check import LoadError
@@ -26,49 +27,13 @@ import finetune_hf  # noqa: E402
 import tokenizers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-# What AutoEP has to be told of a peft model; ours fills it in.
-FOR_PEFT = {"moe_layer_pattern": r"(base_model\.model\.)?model\.layers\.\d+\.mlp"}
 # The first start of DeepSpeed on a machine compiles its shared-memory collectives, which takes minutes.
 LIMIT_S = 400
-OURS, STOCK = "TileAutoEPMoELayer", "AutoEPMoELayer"
 
 
 def folder_of(family, path, dtype=torch.float32):
     model_of(family)[1].to(dtype).save_pretrained(path)
     return str(path)
-
-
-def experts_on(ep_size, enabled):
-    return {"enabled": True, "autoep_size": ep_size, **({} if enabled else FOR_PEFT)}
-
-
-def engine_of(model, enabled=True, zero=0, **config):
-    """An engine that trains the model with AdamW, its experts on two ranks."""
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
-        "expert_parallel": experts_on(2, enabled),
-        "tile_overlap": {"enabled": enabled},
-        "steps_per_print": 10**9,
-        **config,
-    }
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine = deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
-    kinds = {type(module).__name__ for module in engine.module.modules() if hasattr(module, "_is_autoep_layer")}
-    assert kinds == {OURS if enabled else STOCK}
-    return engine
-
-
-def train(engine, steps):
-    losses = []
-    for step in steps:
-        ids = batch(step)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 # --- Hugging Face folder -> engine -> Hugging Face folder
@@ -104,12 +69,12 @@ def test_an_untrained_folder_comes_back_bitwise(two_ranks, tmp_path, family, ena
 
 
 def _gpt_oss_round_trip(source, target):
-    save_pretrained(test_gpt_oss.engine_of(transformers.AutoModelForCausalLM.from_pretrained(source), 2), target)
+    save_pretrained(gpt_oss_models.engine_of(transformers.AutoModelForCausalLM.from_pretrained(source), 2), target)
 
 
 def test_an_untrained_gpt_oss_comes_back_bitwise(two_ranks, tmp_path):
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
-    test_gpt_oss.model_of().save_pretrained(source)
+    gpt_oss_models.model_of().save_pretrained(source)
     two_ranks(_gpt_oss_round_trip, source, target)
     expected, got = (load_file(f"{folder}/model.safetensors") for folder in (source, target))
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
@@ -126,9 +91,9 @@ def _save_16bit(folder, build, zero):
 
 
 def _gpt_oss(seed):
-    model = test_gpt_oss.model_of()
+    model = gpt_oss_models.model_of()
     model.lm_head.requires_grad_(False)
-    return test_gpt_oss.engine_of(model, 2)
+    return gpt_oss_models.engine_of(model, 2)
 
 
 @pytest.mark.parametrize("case", ["full-0", "full-3", "lora-0", "lora-3", "gpt_oss"])
@@ -137,7 +102,7 @@ def test_save_16bit_model_writes_the_model_as_it_was(two_ranks, tmp_path, case):
     kind, _, zero = case.partition("-")
     build = {"full": _full, "lora": _lora, "gpt_oss": _gpt_oss}[kind]
     two_ranks(_save_16bit, str(tmp_path), build, int(zero or 0))
-    model = test_gpt_oss.model_of() if kind == "gpt_oss" else build(0)
+    model = gpt_oss_models.model_of() if kind == "gpt_oss" else build(0)
     expected = model.state_dict()
     got, trained = (torch.load(tmp_path / name, weights_only=True) for name in ("pytorch_model.bin", "trained.bin"))
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)

@@ -16,9 +16,9 @@ from ds_tileoverlap.load_check import LoadError
 from ds_tileoverlap.model_experts import checksum
 
 pytest.importorskip("transformers")
-import test_autoep  # noqa: E402
-import test_finetune_hf  # noqa: E402
+import hf_engines  # noqa: E402
 from checkpoint_folders import EXPERT, MODEL, change, content_of, edit_of, poisoned, truncate  # noqa: E402
+from hf_models import model_of  # noqa: E402
 
 ADAM = {"optimizer": "Adam", "lr": 1e-2}
 OPTIMIZER = "expp_rank_1_mp_rank_00_optim_states.pt"
@@ -29,7 +29,7 @@ def native_engine(zero=0, ep_size=2):
 
 
 def autoep_engine(zero=0):
-    return test_finetune_hf.engine_of(test_autoep.model_of("mixtral")[1], zero=zero)
+    return hf_engines.engine_of(model_of("mixtral")[1], zero=zero)
 
 
 def _edit(number, tensor, edit):
@@ -90,7 +90,7 @@ DAMAGES = {
 
 
 def _train(engine, steps):
-    (train if hasattr(engine.module, "head") else test_finetune_hf.train)(engine, steps)
+    (train if hasattr(engine.module, "head") else hf_engines.train)(engine, steps)
 
 
 def _save(folder, build):

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 from emulated_op import build, hold_up
+from emulated_ranks import GROUPS, GUARDS, E, H, ThreadPools, layer_of
 from models import Gated, fill, mlp, stock, tokens
-from test_emulated import GROUPS, GUARDS, E, H, ThreadPools, layer_of, no_streams_and_dirty_memory  # noqa: F401
 
 from ds_tileoverlap import cli, overlap_group, schedule, stages, symmetric_layout
 from ds_tileoverlap.trace import perfetto, recorder, report
 from ds_tileoverlap.trace.metrics import exposed_us, metrics, overlap_ratio, shared, union
 from ds_tileoverlap.trace.recorder import EVENT, DeviceRecorder, Recording
 from ds_tileoverlap.trace.timeline import Timeline, aligned, clock_offsets
+
+pytestmark = pytest.mark.usefixtures("no_streams_and_dirty_memory")
 
 FORWARD = ["moe", "route", "layout", "layout", "dispatch => expert_gemm", "expert_gemm => combine", "combine"]
 BACK = ["combine backward => expert_gemm", "dispatch backward", "expert_gemm => dispatch backward"]
