@@ -152,7 +152,8 @@ class Pool:
             self.stream = torch.cuda.Stream(device, priority=-1)
             self.forked, self.joined, self._order = (torch.cuda.Event() for _ in range(3))
         # The words below are ordered by one stream at a time.
-        self._last_stream: int | None = None
+        self._raw_stream: int | None = None
+        self._last_stream: torch.cuda.Stream | None = None
         size = peers.size
         own_sizes = [OWN_WORDS + size] * CHANNELS + [1, op.FAILURE_WORDS]
         own = torch.zeros(sum(own_sizes), dtype=torch.int32, device=device).split(own_sizes)
@@ -185,16 +186,19 @@ class Pool:
     def follow(self, stream: int) -> None:
         """Lets work queued from now on come after all earlier uses of the pool, if those were on another stream.
 
+        A graph is captured without them: who replays it keeps the order.
+
         Args:
             stream: the current one, as :func:`kernels.raw_stream` names it.
         """
-        if stream == self._last_stream:
+        if stream == self._raw_stream or self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
+        current = torch.cuda.current_stream(self.device)
         if self._last_stream is not None:
-            self._order.record(torch.cuda.ExternalStream(self._last_stream, device=self.device))
-            torch.cuda.current_stream(self.device).wait_event(self._order)
-            self.signals.record_stream(torch.cuda.current_stream(self.device))
-        self._last_stream = stream
+            self._order.record(self._last_stream)
+            current.wait_event(self._order)
+            self.signals.record_stream(current)
+        self._raw_stream, self._last_stream = stream, current
 
     def close(self) -> None:
         """Frees the symmetric memory; collective over the group."""

@@ -113,6 +113,7 @@ def test_python_and_the_operator_agree_on_every_call(dry_op, monkeypatch, combin
         mailbox=dict.fromkeys(shared, words.data_ptr()) | {"stride": 16},
         signals_for=lambda count: words.data_ptr(),
         allocate=lambda count, dtype: (words, [0, 0]),
+        follow=lambda stream: None,
         addresses=torch.tensor,
     )
     # The counts are there.

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import fill, stock, tokens
-from test_emulated import FORMS, GROUPS, E, H, ThreadPools, layer_of
+from emulated_ranks import GROUPS, E, H, ThreadPools, layer_of
+from models import Gated, fill, stock, tokens
 
 from ds_tileoverlap import buffer, engine, overlap_group
 from ds_tileoverlap.exchange import PeerError, peers_of
@@ -18,7 +18,7 @@ def layers(emulated, monkeypatch):
     monkeypatch.setattr(overlap_group, "group_of", lambda *_: GROUPS.by_thread())
 
     def make(k, timeout_s=20.0):
-        full = fill(stock(FORMS["gated"](), num_experts=E, hidden=H, k=k), std=0.1).bfloat16()
+        full = fill(stock(Gated(H, 40), num_experts=E, hidden=H, k=k), std=0.1).bfloat16()
         pools = ThreadPools(2, emulated, timeout_s)
         return pools, [layer_of(rank, pools.peers[rank], full, {}, True) for rank in range(2)]
 
@@ -181,3 +181,25 @@ def _examined(rank_that_fails, what):
 )
 def test_all_ranks_are_sequential_where_one_cannot_reach_the_others(two_ranks, what, reason):
     assert two_ranks(_examined, 1, what) == [(None, None, reason)] * 2
+
+
+def test_a_use_on_another_stream_follows_those_before(monkeypatch):
+    """On streams that only write down what they are told."""
+    done, current = [], [None]
+
+    def stream(name):
+        return SimpleNamespace(wait_event=lambda event: done.append(f"{name} waits"), cuda_stream=name)
+
+    first, second = stream(1), stream(2)
+    signals = SimpleNamespace(record_stream=lambda stream: done.append(f"signals stay for {stream.cuda_stream}"))
+    event = SimpleNamespace(record=lambda stream: done.append(f"recorded on {stream.cuda_stream}"))
+    pool = SimpleNamespace(device=torch.device("cuda", 0), signals=signals, _order=event)
+    pool._raw_stream = pool._last_stream = None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0].cuda_stream == 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    for current[0] in (first, first, second, stream(3), second, first):
+        buffer.Pool.follow(pool, current[0].cuda_stream)
+    assert done == [
+        *("recorded on 1", "2 waits", "signals stay for 2"),
+        *("recorded on 2", "1 waits", "signals stay for 1"),
+    ]
