@@ -45,7 +45,6 @@ class TileEngine:
 
     @functools.wraps(DeepSpeedEngine.save_checkpoint)
     def save_checkpoint(self, *args: Any, **kwargs: Any):
-        # A backward that gave up waiting for a peer is otherwise told of by the next forward.
         overlap_group.check_failures()
         return super().save_checkpoint(*args, **kwargs)
 
@@ -55,7 +54,6 @@ class TileEngine:
         if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
             say(f"{path}: not saved, as zero_optimization.stage3_gather_16bit_weights_on_model_save is false")
             return False
-        overlap_group.check_failures()
         state = whole_state_dict(self, exclude_frozen_parameters)
         info = CheckpointCommitInfo(tag=f"global_step{self.global_steps}", save_dir=save_dir, save_latest=False)
         self.checkpoint_engine.create(info)

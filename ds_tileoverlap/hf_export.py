@@ -23,6 +23,7 @@ from torch import nn
 from . import gpt_oss
 from .agreement import on_rank_0
 from .autoep import PEFT_PREFIX, autoep_layers, is_peft
+from .overlap_group import check_failures
 from .stacked_experts import of_all_ranks
 from .whole_model import copies_of, is_frozen
 
@@ -36,7 +37,9 @@ def save_pretrained(engine: DeepSpeedEngine, folder: str | os.PathLike) -> None:
     Raises:
         ValueError: a tensor would be missing, left over or of another shape; says which. Nothing is written.
         RuntimeError: rank 0 could not write, on every rank.
+        PeerError: the weights are not valid, as a kernel gave up waiting for a peer.
     """
+    check_failures()
     state = hf_state_dict(engine)
     on_rank_0(lambda: engine.module.save_pretrained(folder, state_dict=state), f"save the model to {folder}")
 

@@ -85,6 +85,8 @@ def close() -> None:
 def check_failures() -> None:
     """Waits for the device, and raises where a kernel gave up waiting: what was computed since then is not valid.
 
+    For who saves weights: of a backward that gave up, the next forward tells, which may not come.
+
     Raises:
         PeerError: as of :func:`buffer.check_failure`.
     """

@@ -15,6 +15,7 @@ from torch import nn
 from .agreement import of_every_rank
 from .expert_names import EXPERT_TENSOR, tensor_name
 from .layer import runtimes_of
+from .overlap_group import check_failures
 from .stacked_experts import StackedRuntime, of_all_ranks
 
 
@@ -33,7 +34,9 @@ def whole_state_dict(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> d
 
     Raises:
         ValueError: the ranks' experts differ in names or shapes, or see :func:`.hf_export.hf_state_dict`.
+        PeerError: the weights are not valid, as a kernel gave up waiting for a peer.
     """
+    check_failures()
     if any(isinstance(runtime, StackedRuntime) for runtime in runtimes_of(engine.module)):
         from .hf_export import hf_state_dict  # transformers, for those alone who have a model of it
 
