@@ -65,6 +65,16 @@ def check_failure(failure: torch.Tensor, peers: Peers) -> None:
         )
 
 
+def record_bytes(top_k: int) -> int:
+    """Of one row of the records channel: the expert rows and weights of a token's choices, in pieces of 16."""
+    return -(-2 * top_k // 4) * 16
+
+
+def scalar_bytes(top_k: int) -> int:
+    """Of one row of the scalars channel: a float32 for each choice of a token, in pieces of 16."""
+    return -(-top_k // 4) * 16
+
+
 def half_bytes(needed_bytes: int, most_bytes: int) -> int:
     """What half of a channel's receive buffer grows to; arguments of :meth:`Channel.reserve`."""
     wanted = max(needed_bytes, min(int(needed_bytes * GROW_TO), most_bytes))

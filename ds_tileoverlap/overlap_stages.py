@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .activation import Activation
+from .buffer import scalar_bytes
 from .config import TileOverlapConfig
 from .dispatch import place_own_rows
 from .kernels import raw_stream
@@ -343,7 +344,7 @@ class ScalarReturn:
 
     def __init__(self, values: torch.Tensor, tiles, plan: Plan, run: Run):
         channel, tally = run.pool.scalars, plan.tally
-        most = tally.most_sent_away * -(-plan.top_k // 4) * 16
+        most = tally.most_sent_away * scalar_bytes(plan.top_k)
         channel.reserve(most, 2 * most)
         self._run, self._like = run, plan.slots
         self._shared = run.exchange, channel.native, tiles, raw_stream(values)

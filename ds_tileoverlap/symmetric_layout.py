@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .buffer import check_failure
+from .buffer import check_failure, record_bytes
 from .config import TileOverlapConfig
 from .exchange import WATCHDOG_MARGIN_S, Peers, peer_error
 from .kernels import raw_stream
@@ -136,7 +136,7 @@ class Counting:
     def _placed(self) -> tuple[bool, Tally, torch.Tensor]:
         """Waits for the counts and says where this rank's routes go: whether as sums, the tally, the sent tokens."""
         records, (num_tokens, top_k) = self.group.pool.records, self._experts.shape
-        record_bytes = -(-2 * top_k // 4) * 16
+        bytes_each = record_bytes(top_k)
         sent_tokens = self._experts.new_empty(num_tokens * min(top_k, self.peers.size))
         routes = dict(
             experts=self._experts.data_ptr(),
@@ -148,9 +148,9 @@ class Counting:
             token_slots=self._token_slots.data_ptr(),
             slots=self._slots.data_ptr(),
         )
-        sums, is_placed, tally = self._wait_and_place(routes, records.capacity_bytes // record_bytes)
+        sums, is_placed, tally = self._wait_and_place(routes, records.capacity_bytes // bytes_each)
         if not is_placed:
-            most = tally.most_received * record_bytes
+            most = tally.most_received * bytes_each
             records.reserve(most, 2 * most)
             self.group.op.place(self.exchange, records.native, self._stream, returns_sums=sums, **routes)
         return sums, tally, sent_tokens
@@ -232,6 +232,7 @@ def choose_returns(
 
 
 def returns_of(config: TileOverlapConfig, sums: bool, row_bytes: int, segment_bytes: int) -> Returns:
+    """How rows of ``row_bytes`` come home by the options, given whether as sums and the bytes of a transfer."""
     bands = config.bands_per_segment
     if bands == "auto":
         bands = max(1, segment_bytes // (BAND * row_bytes))

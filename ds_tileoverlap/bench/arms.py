@@ -211,6 +211,7 @@ def backend_of(layer: nn.Module) -> str | None:
 
 
 def output_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The hidden states alone, of an arm that may return losses and counts beside them."""
     result = layer(x)
     return result[0] if isinstance(result, tuple) else result
 

@@ -75,6 +75,7 @@ def clock(device: torch.device):
 
 
 def summary(times: list[float]) -> dict:
+    """Percentiles of times, in their unit."""
     ordered = sorted(times)
     return {
         "median": statistics.median(ordered),

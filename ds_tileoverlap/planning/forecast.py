@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..arguments import UsageError
-from ..buffer import GENERATIONS, half_bytes
+from ..buffer import GENERATIONS, half_bytes, record_bytes, scalar_bytes
 from ..config import TileOverlapConfig
 from ..layout import Plan
 from ..overlap import MAX_TOP_K
@@ -170,8 +170,8 @@ class Forecast:
         """(needed, most) bytes of half of each channel, as the stages reserve them."""
         tally, row_bytes, top_k = self.plan.tally, self.shape.row_bytes, self.shape.top_k
         tokens = tally.most_arriving * row_bytes
-        records = tally.most_received * -(-2 * top_k // 4) * 16
-        scalars = tally.most_sent_away * -(-top_k // 4) * 16
+        records = tally.most_received * record_bytes(top_k)
+        scalars = tally.most_sent_away * scalar_bytes(top_k)
         needed, most = (rows * row_bytes for rows in rows_to_receive(self.plan))
         return [(records, 2 * records), (tokens, 2 * tokens), (needed, most), (scalars, 2 * scalars)]
 

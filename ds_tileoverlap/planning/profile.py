@@ -166,6 +166,7 @@ def _is_right(name: str, value: object) -> bool:
 
 
 def dump(profile: Profile) -> str:
+    """The profile as its YAML file holds it."""
     return yaml.safe_dump({"version": VERSION, **asdict(profile)}, sort_keys=False, width=110)
 
 

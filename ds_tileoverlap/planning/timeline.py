@@ -31,6 +31,7 @@ def busy(starts: np.ndarray, ends: np.ndarray, workers: int, end: float, num_bin
 
 
 def shares(timeline: Timeline, name: str, end: float, num_bins: int) -> np.ndarray:
+    """[num_bins]: the share of a row of the timeline that is busy in each bin up to ``end``."""
     workers = timeline.workers if name == "math" else 1
     return busy(*timeline.spans[name], workers, end, num_bins)
 

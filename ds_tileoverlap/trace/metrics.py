@@ -61,10 +61,12 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def spans_of(events: dict[str, np.ndarray], chosen: np.ndarray | slice = slice(None)) -> np.ndarray:
+    """[n, 2] int64: when the chosen events began and ended, ns."""
     return np.stack([events["start"][chosen], events["end"][chosen]], 1)
 
 
 def spans_of_stages(stages: Iterable[Stage]) -> np.ndarray:
+    """[n, 2] int64: when the stages began and ended, ns."""
     return np.array([(stage.start, stage.end) for stage in stages], dtype=np.int64).reshape(-1, 2)
 
 
