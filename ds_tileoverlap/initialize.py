@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 import torch
 from deepspeed.moe import layer as deepspeed_layer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from . import engine, versions
 from .config import BLOCK, TileOverlapConfig, parse
-from .layer import MoE, TileMOELayer, adopt, refusal, release
+from .layer import MoE, TileMOELayer, adopt, refusal, release, runtimes_of
 from .log import say
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ def initialize(*args: Any, **kwargs: Any):
     configure(model, ds_config)
     result = _started(call, model, ds_config)
     engine.adopt(result[0])
-    _watch(result[0], parse(ds_config))
+    config = parse(ds_config)
+    if config is not None and config.enabled:
+        _say_if_none(result[0])
+        _watch(result[0], config)
     return result
 
 
@@ -92,8 +96,15 @@ def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
     return len(layers)
 
 
-def _watch(engine: Any, config: TileOverlapConfig | None) -> None:
-    if config is not None and config.enabled and (config.log_every or config.trace):
+def _say_if_none(engine: Any) -> None:
+    # A rank of a pipeline has some of the layers only, which need not be MoE layers.
+    if not runtimes_of(engine.module) and not isinstance(engine, PipelineEngine):
+        hint = 'a Hugging Face model needs "expert_parallel" in ds_config'
+        say(f"enabled, but the model has no MoE layer to convert ({hint})")
+
+
+def _watch(engine: Any, config: TileOverlapConfig) -> None:
+    if config.log_every or config.trace:
         from .training_log import Watch  # what draws and writes, for those alone who ask for it
 
         Watch(engine, config)

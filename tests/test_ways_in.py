@@ -6,6 +6,8 @@ import json
 import pickle
 import re
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -355,6 +357,21 @@ def _refused_worker(config):
 def test_initialize_refuses(two_ranks):
     assert "'layers.0'" in two_ranks(_refused_worker, ds_config(True))[0]
     assert "tile_overlap.backend: got 'all'" in two_ranks(_refused_worker, ds_config(True, backend="all"))[1]
+
+
+def _said_worker(kinds, enabled):
+    net = Net([{"stock": StockMoE, "ours": MoE}[kind] for kind in kinds], ep_size=2)
+    with redirect_stdout(StringIO()) as said:
+        deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=ds_config(enabled))
+    return [line for line in said.getvalue().splitlines() if line.startswith("tile_overlap: ")]
+
+
+def test_a_model_without_moe_layers_is_said(two_ranks):
+    first, second = two_ranks(_said_worker, (), True)
+    assert len(first) == 1 and 'no MoE layer to convert (a Hugging Face model needs "expert_parallel"' in first[0]
+    assert second == [] and two_ranks(_said_worker, (), None) == two_ranks(_said_worker, (), False) == [[], []]
+    first, _ = two_ranks(_said_worker, ("stock",), True)
+    assert len(first) == 1 and "1 MoE layers on backend" in first[0]
 
 
 def test_import_installs_initialize():
