@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -133,8 +135,13 @@ def _convert(layers: dict[str, Any], config: TileOverlapConfig, refusal: Callabl
 
 
 def install() -> None:
-    """Makes ``deepspeed.initialize`` this module's :func:`initialize`, for programs that call it by that name."""
-    deepspeed.initialize = initialize
+    """Puts :func:`initialize` into the place of ``deepspeed.initialize``, in every module that has it.
+
+    A program may have said ``from deepspeed import initialize`` before it imports this package.
+    """
+    modules = [module for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+    for names in (vars(module) for module in modules if module.__name__ != __name__):
+        names.update({name: initialize for name, value in [*names.items()] if value is _deepspeed_initialize})
 
 
 def _chosen(config: TileOverlapConfig) -> str:

@@ -9,7 +9,7 @@ import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import deepspeed
 import pytest
@@ -377,6 +377,17 @@ def test_a_model_without_moe_layers_is_said(two_ranks):
 def test_import_installs_initialize():
     assert deepspeed.initialize is ds_tileoverlap.initialize
     assert inspect.signature(deepspeed.initialize) == inspect.signature(deepspeed.initialize.__wrapped__)
+
+
+def test_import_reaches_modules_that_have_initialize_by_name(monkeypatch):
+    theirs = deepspeed.initialize.__wrapped__
+    train = ModuleType("train")
+    train.start, train.other = theirs, print
+    monkeypatch.setitem(sys.modules, "train", train)
+    ds_tileoverlap.install()
+    assert train.start is ds_tileoverlap.initialize and train.other is print
+    assert ds_tileoverlap.initialize.__wrapped__ is theirs, "what ours itself calls"
+    assert inspect.getclosurevars(ds_tileoverlap.initialize).globals["_deepspeed_initialize"] is theirs
 
 
 # --- the launcher
