@@ -374,6 +374,15 @@ def test_a_model_without_moe_layers_is_said(two_ranks):
     assert len(first) == 1 and "1 MoE layers on backend" in first[0]
 
 
+@pytest.mark.parametrize("rank,lines", [(None, 1), ("0", 1), ("1", 0)])
+def test_before_the_process_group_the_launcher_says_which_rank_this_is(monkeypatch, capsys, rank, lines):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    configure(Net(), ds_config(True))
+    assert capsys.readouterr().out.count("tile_overlap: 2 MoE layers on backend") == lines
+
+
 def test_import_installs_initialize():
     assert deepspeed.initialize is ds_tileoverlap.initialize
     assert inspect.signature(deepspeed.initialize) == inspect.signature(deepspeed.initialize.__wrapped__)
