@@ -84,10 +84,12 @@ class TileOverlapConfig(DeepSpeedConfigModel):
     recompute_dispatch: bool = Field(False, description="true or false")
     """Keep no expert rows for backward: it sends the tokens again. Less memory for one more exchange."""
 
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="a number of seconds above 0, or null for the process group's own time-out"
+    timeout_s: Annotated[float, Field(ge=5, allow_inf_nan=False)] | None = Field(
+        None, description="a number of seconds, at least 5, or null for the expert-parallel group's own time-out"
     )
-    """How long a rank waits for the others before it raises; values below the process group's own have no effect."""
+    """How long a rank waits for the others before it raises: the expert-parallel group's time-out becomes this, shorter
+    or longer. Groups that DeepSpeed makes have torch's default (NCCL 10 minutes, gloo 30), whatever
+    ``init_distributed`` was given. At least 5, as the host gives up 2 seconds before NCCL's watchdog would."""
 
     log_every: Annotated[int, Field(ge=0)] = Field(0, description="a number of steps, or 0 for never")
     """Rank 0 prints a line every so many steps: how even the experts' load is, and what was dropped."""
