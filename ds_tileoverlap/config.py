@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+import hjson
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
 from pydantic import ConfigDict, Field, ValidationError
 
 BLOCK = "tile_overlap"
@@ -116,6 +118,23 @@ def _conflicts(block: dict[str, Any], faulty: set[str]) -> list[str]:
                 f"{' or '.join(map(repr, readers))} (no other reads this option)"
             )
     return lines
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A ds_config file as DeepSpeed reads it.
+
+    Raises:
+        ConfigError: it cannot be read, is no object, has a key twice, or its block is wrong; names the file.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            ds_config = hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        if not isinstance(ds_config, dict):
+            raise ConfigError(f"got {ds_config!r}, expected an object")
+        parse(ds_config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return ds_config
 
 
 def parse(ds_config: dict[str, Any]) -> TileOverlapConfig | None:

@@ -29,7 +29,7 @@ from . import versions
 from .appearing import appearing
 from .arguments import UsageError
 from .bench.measure import copy_speed
-from .config import BLOCK, ConfigError, parse
+from .config import BLOCK, ConfigError, parse, read
 from .programs import printed_by
 from .ranks import last_words, running
 
@@ -170,9 +170,9 @@ def _environment() -> Check:
 
 def _ds_config(path: Path) -> Check:
     try:
-        config = parse(json.loads(path.read_text()))
-    except (OSError, ValueError, ConfigError) as error:
-        return Check("ds_config", FAULT, f"{path}: {error}")
+        config = parse(read(path))
+    except ConfigError as error:
+        return Check("ds_config", FAULT, str(error))
     if config is None:
         return Check("ds_config", OK, f"{path}: no block {BLOCK!r}; only layers built with ds_tileoverlap.MoE are ours")
     if not config.enabled:

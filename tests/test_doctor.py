@@ -45,7 +45,9 @@ def test_two_ranks_train_a_step_here(capsys):
         ('{"tile_overlap": {"enabled": false}}', "ok", "as DeepSpeed made them"),
         ("{}", "ok", "no block"),
         ('{"tile_overlap": {"enabled": 3}}', "fault", "got 3, expected true or false"),
-        ("{", "fault", "Expecting property name"),
+        ("{", "fault", "ds_config.json: Bad key name"),
+        ("[1, 2]", "fault", "ds_config.json: got [1, 2], expected an object"),
+        ('{"tile_overlap": {}, "tile_overlap": {"enabled": true}}', "fault", "ds_config.json: Duplicate keys"),
     ],
 )
 def test_ds_config(capsys, tmp_path, text, status, words):

@@ -341,9 +341,12 @@ def test_text_and_png(capsys, tmp_path):
 
 def test_options_of_a_ds_config(capsys, tmp_path):
     path = tmp_path / "ds_config.json"
-    path.write_text('{"tile_overlap": {"enabled": true, "combine": "rows"}}')
-    assert run("--json", "--config", str(path)) == 0
-    assert json.loads(capsys.readouterr().out)["choices"][0]["value"] == "rows"
+    for enabled, said in (("true", ""), ("false", f"ds-tileoverlap: {path}: tile_overlap.enabled is false; ")):
+        path.write_text(f'{{"tile_overlap": {{"enabled": {enabled}, "combine": "rows"}}}}')
+        assert run("--json", "--config", str(path)) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["choices"][0]["value"] == "rows"
+        assert err.startswith(said) and bool(err) == bool(said)
 
 
 def test_a_profile_of_ones_own(capsys, tmp_path, profile):
@@ -406,7 +409,8 @@ def test_a_rank_with_more_rows_than_are_scheduled_here(capsys, monkeypatch):
     [
         ('{"comm_sms": 8}', "comm_sms: got 8, expected 'auto' or 0"),
         ('{"overlap_dispatch": false}', "overlap_dispatch: got false"),
-        ('{"combine": "both"}', "combine: got 'both'"),
+        ('{"combine": "both"}', "ds_config.json: ds_config: tile_overlap.combine: got 'both'"),
+        ('{"combine": "rows", "combine": "sums"}', "ds_config.json: Duplicate keys"),
     ],
 )
 def test_options_that_cannot_be_predicted(capsys, tmp_path, block, words):

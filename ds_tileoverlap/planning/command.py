@@ -10,8 +10,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..arguments import UsageError, at_least_one, shape, whole
-from ..config import ConfigError, parse
+from ..arguments import UsageError, at_least_one, block_of, shape, whole
+from ..config import BLOCK, parse
 from . import machine, report, timeline
 from .forecast import Forecast
 from .profile import DEFAULT, Profile, load
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.png:
             timeline.draw(forecast, arguments.png)
             print(f"{arguments.png}: written", file=sys.stderr)
-    except (ConfigError, OSError, json.JSONDecodeError) as error:
+    except OSError as error:
         raise UsageError(error) from error
     if arguments.json:
         print(json.dumps(report.as_json(forecast), indent=2))
@@ -66,7 +66,7 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
         raise UsageError("--png: matplotlib is not installed: python -m pip install matplotlib")
     overrides = {"link_gbs": arguments.link_gbs, "link_us": arguments.link_us}
     profile = replace(_profile(arguments), **{name: value for name, value in overrides.items() if value is not None})
-    config = parse(json.loads(arguments.config.read_text())) if arguments.config else None
+    config = parse({BLOCK: block_of(arguments.config)})
     uneven = Unevenness(arguments.skew, arguments.spread)
     return Forecast(arguments.shape, arguments.ranks, profile, config, uneven, arguments.seed)
 
