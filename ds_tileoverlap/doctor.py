@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 0, or 1 where there is a fault.
 
     Raises:
-        UsageError: there is no place for the bundle.
+        UsageError: there is no place for the bundle, or it cannot be written.
     """
     if arguments.bundle:
         _check_place(arguments.bundle)
@@ -68,7 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(found)
     if arguments.bundle:
-        _write_bundle(arguments.bundle, report)
+        try:
+            _write_bundle(arguments.bundle, report)
+        except OSError as error:
+            raise UsageError(f"--bundle: {arguments.bundle} cannot be written: {error}") from error
         print(f"{arguments.bundle}: written", file=sys.stderr)
     return 0 if report["sound"] else 1
 

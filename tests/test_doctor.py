@@ -147,6 +147,13 @@ def test_bundle(capsys, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_bundle_that_cannot_be_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "checks", lambda *_: [])
+    path = tmp_path / f"{'long' * 60}.tar.gz"
+    assert run("--bundle", str(path)) == 2
+    assert f"--bundle: {path} cannot be written: [Errno " in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_a_bundle_needs_a_folder(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "checks", None)
     assert run("--bundle", str(tmp_path / "none" / "report.tar.gz")) == 2

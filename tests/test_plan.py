@@ -456,6 +456,12 @@ def test_missing_files(capsys, option, value):
     assert run(option, value) == 2 and value in capsys.readouterr().err
 
 
+def test_a_drawing_is_a_png(capsys, monkeypatch):
+    monkeypatch.setattr("ds_tileoverlap.planning.command.Forecast", None)
+    assert run("--png", "plan.txt") == 2
+    assert "--png: got plan.txt, expected a name that ends in .png" in capsys.readouterr().err
+
+
 def test_tiny_layers(profile):
     """Ranks without a row, stages without a byte on the link."""
     for shape in (Shape(8, 8, 2, 1, 1), Shape(8, 8, 64, 1, 1)):

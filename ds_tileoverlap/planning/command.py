@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _forecast(arguments: argparse.Namespace) -> Forecast:
+    if arguments.png and arguments.png.suffix.lower() != ".png":
+        raise UsageError(f"--png: got {arguments.png}, expected a name that ends in .png")
     if arguments.png and arguments.png.exists():
         raise UsageError(f"--png: {arguments.png} exists already")
     if arguments.png and find_spec("matplotlib") is None:
