@@ -33,12 +33,12 @@ def at_least_one(text: str) -> int:
 
 
 def shape(text: str) -> Shape:
-    """``H=2048,I=768,E=128,k=8,tokens=8192``, in any order."""
-    found = dict(part.partition("=")[::2] for part in text.split(","))
-    if found.keys() != LETTERS.keys() or not all(value.isdecimal() for value in found.values()):
+    """``H=2048,I=768,E=128,k=8,tokens=8192``, in any order, each once; spaces around commas do not count."""
+    parts = [part.strip().partition("=")[::2] for part in text.split(",")]
+    if sorted(letter for letter, _ in parts) != sorted(LETTERS) or not all(value.isdecimal() for _, value in parts):
         expected = ",".join(f"{letter}=.." for letter in LETTERS)
-        raise ArgumentTypeError(f"got {text!r}, expected {expected} with whole numbers")
-    return Shape(**{LETTERS[letter]: int(value) for letter, value in found.items()})
+        raise ArgumentTypeError(f"got {text!r}, expected {expected} with whole numbers, each once")
+    return Shape(**{LETTERS[letter]: int(value) for letter, value in parts})
 
 
 def block_of(path: Path | None) -> dict[str, Any]:

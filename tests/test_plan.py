@@ -326,6 +326,12 @@ def test_json(capsys):
     assert any("within one machine" in note for note in found["notes"])
 
 
+def test_a_shape_with_spaces_and_a_link_without_latency(capsys):
+    assert run("--json", "--link-us", "0", shape=QWEN.replace(",", ", ")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["shape"].values())[:5] == [2048, 768, 128, 8, 8192] and found["profile"]["link_us"] == 0
+
+
 def test_text_and_png(capsys, tmp_path):
     path = tmp_path / "plan.png"
     assert run("--png", str(path)) == 0
@@ -424,10 +430,13 @@ def test_options_that_cannot_be_predicted(capsys, tmp_path, block, words):
     [
         ["--shape", "H=2048,I=768,E=128,k=8"],
         ["--shape", "H=2048,I=768,E=128,k=8,tokens=many"],
+        ["--shape", "H=64,H=128,I=768,E=128,k=8,tokens=8192"],
+        ["--shape", "H=2048,I=768,E=128,k=8,tokens=8192,"],
         ["--skew", "2"],
         ["--spread", "-1"],
         ["--link-gbs", "0"],
         ["--link-us", "nan"],
+        ["--link-us", "-1"],
         ["--ranks", "two"],
         ["--seed", "-1"],
     ],

@@ -469,6 +469,13 @@ def test_run_without_a_script(arguments, message):
     assert message in str(exit.value) and "usage: deepspeed --module ds_tileoverlap.run" in str(exit.value)
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--local_rank=0", "--help"]], ids=str)
+def test_run_says_how_it_is_used(capsys, arguments):
+    with pytest.raises(SystemExit) as exit:
+        run.main(arguments)
+    assert exit.value.code == 0 and capsys.readouterr().out == f"{run.USAGE}\n"
+
+
 def test_run_hands_arguments_on(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "neighbour.py").write_text("NAME = 'found'")

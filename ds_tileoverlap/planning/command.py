@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread", type=_share, default=0.0, help="of scores within a rank, 0 to 1; default: 0")
     parser.add_argument("--seed", type=whole, default=0, help="of the routing")
     parser.add_argument("--link-gbs", type=_positive, help="another link: GB/s in one direction")
-    parser.add_argument("--link-us", type=_positive, help="another link: so much more latency than the measured one")
+    parser.add_argument("--link-us", type=_at_least_0, help="another link: so much more latency than the measured one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--png", type=Path, help="draw the simulated rank's timeline")
     parser.set_defaults(run=run)
@@ -88,6 +88,10 @@ def _share(text: str) -> float:
 
 def _positive(text: str) -> float:
     return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def _at_least_0(text: str) -> float:
+    return _number(text, lambda value: 0 <= value < math.inf, "a number of at least 0")
 
 
 def _number(text: str, is_allowed, expected: str) -> float:
