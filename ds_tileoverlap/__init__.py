@@ -9,8 +9,8 @@ One layer, stage by stage; each stage is the file of its name:
 stage and into backward. ``sequential.py`` and ``reference.py`` are two sets of the same stages. Transport is in
 ``exchange.py``, options are in ``config.py``.
 
-Importing the package makes ``deepspeed.initialize`` read the ``"tile_overlap"`` block of ds_config. Without that block
-and without :class:`MoE` nothing changes.
+Importing the package makes ``deepspeed.initialize`` read the ``"tile_overlap"`` block of ds_config, also where a module
+has imported that function by name before. Without that block and without :class:`MoE` nothing changes.
 """
 
 from . import versions

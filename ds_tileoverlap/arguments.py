@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentTypeError
+from pathlib import Path
+from typing import Any
 
+from .config import BLOCK, ConfigError, read
 from .planning.routing import Shape
 
 # As in the tables of README.md -> field of Shape.
@@ -29,9 +33,25 @@ def at_least_one(text: str) -> int:
 
 
 def shape(text: str) -> Shape:
-    """``H=2048,I=768,E=128,k=8,tokens=8192``, in any order."""
-    found = dict(part.partition("=")[::2] for part in text.split(","))
-    if found.keys() != LETTERS.keys() or not all(value.isdecimal() for value in found.values()):
+    """``H=2048,I=768,E=128,k=8,tokens=8192``, in any order, each once; spaces around commas do not count."""
+    parts = [part.strip().partition("=")[::2] for part in text.split(",")]
+    if sorted(letter for letter, _ in parts) != sorted(LETTERS) or not all(value.isdecimal() for _, value in parts):
         expected = ",".join(f"{letter}=.." for letter in LETTERS)
-        raise ArgumentTypeError(f"got {text!r}, expected {expected} with whole numbers")
-    return Shape(**{LETTERS[letter]: int(value) for letter, value in found.items()})
+        raise ArgumentTypeError(f"got {text!r}, expected {expected} with whole numbers, each once")
+    return Shape(**{LETTERS[letter]: int(value) for letter, value in parts})
+
+
+def block_of(path: Path | None) -> dict[str, Any]:
+    """The ``tile_overlap`` block of a ds_config file, for a command that takes it as enabled; says so where it is not.
+
+    Raises:
+        UsageError: the file cannot be read, or is wrong.
+    """
+    try:
+        ds_config = read(path) if path else {}
+    except ConfigError as error:
+        raise UsageError(error) from error
+    block = ds_config.get(BLOCK, {"enabled": True})
+    if not block.get("enabled"):
+        print(f"ds-tileoverlap: {path}: {BLOCK}.enabled is false; what follows is with true", file=sys.stderr)
+    return block

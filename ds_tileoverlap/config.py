@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+import hjson
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
 from pydantic import ConfigDict, Field, ValidationError
 
 BLOCK = "tile_overlap"
@@ -84,10 +86,12 @@ class TileOverlapConfig(DeepSpeedConfigModel):
     recompute_dispatch: bool = Field(False, description="true or false")
     """Keep no expert rows for backward: it sends the tokens again. Less memory for one more exchange."""
 
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="a number of seconds above 0, or null for the process group's own time-out"
+    timeout_s: Annotated[float, Field(ge=5, allow_inf_nan=False)] | None = Field(
+        None, description="a number of seconds, at least 5, or null for the expert-parallel group's own time-out"
     )
-    """How long a rank waits for the others before it raises; values below the process group's own have no effect."""
+    """How long a rank waits for the others before it raises: the expert-parallel group's time-out becomes this, shorter
+    or longer. Groups that DeepSpeed makes have torch's default (NCCL 10 minutes, gloo 30), whatever
+    ``init_distributed`` was given. At least 5, as the host gives up 2 seconds before NCCL's watchdog would."""
 
     log_every: Annotated[int, Field(ge=0)] = Field(0, description="a number of steps, or 0 for never")
     """Rank 0 prints a line every so many steps: how even the experts' load is, and what was dropped."""
@@ -114,6 +118,23 @@ def _conflicts(block: dict[str, Any], faulty: set[str]) -> list[str]:
                 f"{' or '.join(map(repr, readers))} (no other reads this option)"
             )
     return lines
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A ds_config file as DeepSpeed reads it.
+
+    Raises:
+        ConfigError: it cannot be read, is no object, has a key twice, or its block is wrong; names the file.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            ds_config = hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        if not isinstance(ds_config, dict):
+            raise ConfigError(f"got {ds_config!r}, expected an object")
+        parse(ds_config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return ds_config
 
 
 def parse(ds_config: dict[str, Any]) -> TileOverlapConfig | None:

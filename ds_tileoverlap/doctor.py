@@ -29,7 +29,7 @@ from . import versions
 from .appearing import appearing
 from .arguments import UsageError
 from .bench.measure import copy_speed
-from .config import BLOCK, ConfigError, parse
+from .config import BLOCK, ConfigError, parse, read
 from .programs import printed_by
 from .ranks import last_words, running
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 0, or 1 where there is a fault.
 
     Raises:
-        UsageError: there is no place for the bundle.
+        UsageError: there is no place for the bundle, or it cannot be written.
     """
     if arguments.bundle:
         _check_place(arguments.bundle)
@@ -68,7 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(found)
     if arguments.bundle:
-        _write_bundle(arguments.bundle, report)
+        try:
+            _write_bundle(arguments.bundle, report)
+        except OSError as error:
+            raise UsageError(f"--bundle: {arguments.bundle} cannot be written: {error}") from error
         print(f"{arguments.bundle}: written", file=sys.stderr)
     return 0 if report["sound"] else 1
 
@@ -170,9 +173,9 @@ def _environment() -> Check:
 
 def _ds_config(path: Path) -> Check:
     try:
-        config = parse(json.loads(path.read_text()))
-    except (OSError, ValueError, ConfigError) as error:
-        return Check("ds_config", FAULT, f"{path}: {error}")
+        config = parse(read(path))
+    except ConfigError as error:
+        return Check("ds_config", FAULT, str(error))
     if config is None:
         return Check("ds_config", OK, f"{path}: no block {BLOCK!r}; only layers built with ds_tileoverlap.MoE are ours")
     if not config.enabled:

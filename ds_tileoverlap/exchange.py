@@ -61,16 +61,16 @@ def peers_of(
     Args:
         group: the expert-parallel group; ``None`` or a group of one needs no exchange.
         device: where the exchanged tensors live; its backend's time-out is the group's own.
-        timeout_s: the limit asked for, seconds. One below the group's own has no effect, a longer one extends it.
+        timeout_s: the limit asked for, seconds; it becomes the group's own for what it exchanges from here on.
         layer: the layer's name, for messages.
     """
     if group is None or dist.get_world_size(group) == 1:
         return Peers(None, 0, (0,), 0.0, layer)
-    own_s = group._get_backend(device).options._timeout.total_seconds()
-    if timeout_s is not None and timeout_s > own_s:
+    if timeout_s is None:
+        timeout_s = group._get_backend(device).options._timeout.total_seconds()
+    else:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-        own_s = timeout_s
-    return Peers(group, dist.get_rank(group), tuple(torch.distributed.get_process_group_ranks(group)), own_s, layer)
+    return Peers(group, dist.get_rank(group), tuple(torch.distributed.get_process_group_ranks(group)), timeout_s, layer)
 
 
 def all_gather_counts(counts: torch.Tensor, peers: Peers) -> torch.Tensor:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
 from deepspeed.moe import layer as deepspeed_layer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from . import engine, versions
 from .config import BLOCK, TileOverlapConfig, parse
-from .layer import MoE, TileMOELayer, adopt, refusal, release
+from .layer import MoE, TileMOELayer, adopt, refusal, release, runtimes_of
 from .log import say
 
 if TYPE_CHECKING:
@@ -46,7 +49,10 @@ def initialize(*args: Any, **kwargs: Any):
     configure(model, ds_config)
     result = _started(call, model, ds_config)
     engine.adopt(result[0])
-    _watch(result[0], parse(ds_config))
+    config = parse(ds_config)
+    if config is not None and config.enabled:
+        _say_if_none(result[0])
+        _watch(result[0], config)
     return result
 
 
@@ -92,8 +98,15 @@ def configure(model: torch.nn.Module, ds_config: dict[str, Any]) -> int:
     return len(layers)
 
 
-def _watch(engine: Any, config: TileOverlapConfig | None) -> None:
-    if config is not None and config.enabled and (config.log_every or config.trace):
+def _say_if_none(engine: Any) -> None:
+    # A rank of a pipeline has some of the layers only, which need not be MoE layers.
+    if not runtimes_of(engine.module) and not isinstance(engine, PipelineEngine):
+        hint = 'a Hugging Face model needs "expert_parallel" in ds_config'
+        say(f"enabled, but the model has no MoE layer to convert ({hint})")
+
+
+def _watch(engine: Any, config: TileOverlapConfig) -> None:
+    if config.log_every or config.trace:
         from .training_log import Watch  # what draws and writes, for those alone who ask for it
 
         Watch(engine, config)
@@ -122,8 +135,13 @@ def _convert(layers: dict[str, Any], config: TileOverlapConfig, refusal: Callabl
 
 
 def install() -> None:
-    """Makes ``deepspeed.initialize`` this module's :func:`initialize`, for programs that call it by that name."""
-    deepspeed.initialize = initialize
+    """Puts :func:`initialize` into the place of ``deepspeed.initialize``, in every module that has it.
+
+    A program may have said ``from deepspeed import initialize`` before it imports this package.
+    """
+    modules = [module for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+    for names in (vars(module) for module in modules if module.__name__ != __name__):
+        names.update({name: initialize for name, value in [*names.items()] if value is _deepspeed_initialize})
 
 
 def _chosen(config: TileOverlapConfig) -> str:

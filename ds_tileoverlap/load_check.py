@@ -61,10 +61,10 @@ class LoadCheck:
     def __init__(self, engine: DeepSpeedEngine, call: dict[str, Any]):
         self._engine, self._call = engine, call
         self._layers = layers_of(engine.module)
-        latest = Path(call["load_dir"]) / "latest"
-        tag = call["tag"] or (latest.read_text().strip() if latest.is_file() else None)
-        self._folder = Path(call["load_dir"]) / str(tag)
-        self._is_there = tag is not None and self._folder.is_dir()
+        latest = Path(call["load_dir"]) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+        self._tag = call["tag"] or (latest.read_text().strip() if latest.is_file() else None)
+        self._folder = Path(call["load_dir"]) / str(self._tag)
+        self._is_there = self._tag is not None and self._folder.is_dir()
         self._file_sums: dict[tuple[str, int], int] = {}
 
     def before(self) -> None:
@@ -73,8 +73,8 @@ class LoadCheck:
         Only where the caller wants them to match the model: with ``load_module_strict`` and no ``custom_load_fn``.
 
         Raises:
-            LoadError: a file is missing, extra, unreadable, of another expert or ep_size, or a tensor in it is missing,
-                extra, of another shape or dtype, or not finite. Nothing has been loaded.
+            LoadError: there is no such tag; a file is missing, extra, unreadable, of another expert or ep_size; or a
+                tensor in it is missing, extra, of another shape or dtype, or not finite. Nothing has been loaded.
         """
         files = Files(self._engine, self._folder)
         try:
@@ -84,6 +84,9 @@ class LoadCheck:
         told = of_every_rank((self._is_there, files.faults, files.dtypes))
         absent = [rank for rank, (is_there, *_) in enumerate(told) if not is_there]
         faults = [f"ranks {absent}: no such folder, which other ranks have"] if 0 < len(absent) < len(told) else []
+        # Without a tag DeepSpeed says so and loads nothing; of one that is nowhere it says nothing.
+        if len(absent) == len(told) and self._tag is not None and self._has_plain_files():
+            faults = [f"there is no tag '{self._tag}'; tags that are there: {self._tags()}"]
         faults += [fault for _, found, _ in told for fault in found]
         faults += unusual_dtypes([dtypes for *_, dtypes in told])
         if faults:
@@ -126,13 +129,15 @@ class LoadCheck:
             return _Loaded([_words_of(error)])
 
     def _is_plain(self) -> bool:
-        engine, call = self._engine, self._call
-        return (
-            call["load_module_strict"]
-            and call["custom_load_fn"] is None
-            and type(engine.checkpoint_engine) is TorchCheckpointEngine
-            and not engine.load_universal_checkpoint()
-        )
+        is_as_model = self._call["load_module_strict"] and self._call["custom_load_fn"] is None
+        return is_as_model and self._has_plain_files() and not self._engine.load_universal_checkpoint()
+
+    def _has_plain_files(self) -> bool:
+        return type(self._engine.checkpoint_engine) is TorchCheckpointEngine
+
+    def _tags(self) -> str:
+        files = Path(self._call["load_dir"]).glob("*/*model_states.pt")
+        return ", ".join(sorted({file.parent.name for file in files})) or "none"
 
     def _loads_together(self) -> bool:
         """Whether ranks exchange something while they load."""

@@ -17,11 +17,14 @@ def main(arguments: list[str]) -> None:
     """Runs the script named in ``arguments``; options that the launcher put before it are handed on to it.
 
     Raises:
-        SystemExit: no script is named, or there is no such file.
+        SystemExit: no script is named, or there is no such file; or help is asked for before a script.
     """
     leading = []
     while arguments and arguments[0].startswith("--"):
         leading.append(arguments.pop(0))
+    if "--help" in leading or arguments[:1] == ["-h"]:
+        print(USAGE)
+        raise SystemExit(0)
     as_module = arguments[:1] == ["-m"]
     if as_module:
         arguments.pop(0)

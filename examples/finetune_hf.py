@@ -22,7 +22,17 @@ from corpus import Corpus, Encode, as_bytes, from_files, standard_library
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from loss_curve import draw
-from options import Parser, RunSize, UsageError, add_run_options, add_sizes, filled, find_checkpoint, read_json
+from options import (
+    Parser,
+    RunSize,
+    UsageError,
+    add_run_options,
+    add_sizes,
+    filled,
+    find_checkpoint,
+    make_save_dir,
+    read_json,
+)
 from torch import nn
 from training_loop import (
     Run,
@@ -183,6 +193,7 @@ def main() -> None:
     source = args.model or args.save_dir / "demo"
     identity = {"model": str(source), "lora": args.lora, "seq_len": size.seq_len, "seed": args.seed, "ranks": ranks}
     checkpoint = find_checkpoint(args.resume, identity, size.steps)
+    make_save_dir(args.save_dir)
 
     start_ranks(args.verbose)
     if not args.verbose:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ class RunSize:
         faults = too_small(
             {option.name: getattr(self, option.name) for option in fields(RunSize) if option.name != "lr"}
         )
+        if not 0 < self.lr < math.inf:
+            faults.append(f"--lr: got {self.lr}, expected a number above 0")
         if self.eval_windows < world_size:
             faults.append(f"--eval-windows: got {self.eval_windows}, expected at least one a rank, {world_size}")
         return faults
@@ -105,7 +109,10 @@ def choose_settings(args: argparse.Namespace) -> Settings:
 def check(args: argparse.Namespace, settings: Settings, world_size: int) -> None:
     """Raises one :class:`UsageError` that lists everything wrong with the options."""
     shape, ep_size = settings.shape, args.ep_size or world_size
-    if faults := settings.faults(world_size) + too_small({**asdict(shape), "ep_size": ep_size}):
+    faults = settings.faults(world_size) + too_small({**asdict(shape), "ep_size": ep_size})
+    if not 0 <= args.aux_coefficient < math.inf:
+        faults.append(f"--aux-coefficient: got {args.aux_coefficient}, expected a number of at least 0")
+    if faults:
         raise UsageError("; ".join(faults))
     if world_size % ep_size:
         faults.append(f"--ep-size: got {ep_size}, expected a divisor of the number of ranks, {world_size}")
@@ -129,6 +136,16 @@ def check(args: argparse.Namespace, settings: Settings, world_size: int) -> None
 
 def too_small(sizes: dict[str, int]) -> list[str]:
     return [f"--{n.replace('_', '-')}: got {value}, expected at least 1" for n, value in sizes.items() if value < 1]
+
+
+def make_save_dir(path: Path) -> None:
+    """The folder of ``--save-dir``, before a run's work could be lost for want of it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--save-dir: cannot make {path} ({error.strerror})") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"--save-dir: got {path}, expected a folder that this user may write to")
 
 
 def read_config(args: argparse.Namespace, settings: Settings) -> dict:

@@ -18,7 +18,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from lm import LanguageModel, count_parameters, moe_layers
 from loss_curve import draw
-from options import UsageError, check, choose_settings, comparable, find_checkpoint, parse_arguments, read_config
+from options import (
+    UsageError,
+    check,
+    choose_settings,
+    comparable,
+    find_checkpoint,
+    make_save_dir,
+    parse_arguments,
+    read_config,
+)
 from training_loop import (
     Run,
     backend_of,
@@ -86,6 +95,7 @@ def main() -> None:
     ds_config = read_config(args, settings)
     identity = comparable(args, settings, ranks)
     checkpoint = find_checkpoint(args.resume, identity, settings.steps)
+    make_save_dir(args.save_dir)
 
     def losses(engine, batch):
         loss, auxiliary = engine(batch)
@@ -93,7 +103,6 @@ def main() -> None:
 
     start_ranks(args.verbose)
     run = Run(args, settings, identity, standard_library(), losses, checkpoint[1] if checkpoint else 0)
-    args.save_dir.mkdir(parents=True, exist_ok=True)
 
     engine = swap(run, ds_config) if args.swap_demo else start(run, ds_config)
     if checkpoint:

@@ -216,6 +216,13 @@ def test_a_readme_without_markers_is_left_alone(tmp_path, capsys):
     assert readme.read_text() == report.END
 
 
+def test_a_page_is_not_overwritten(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    page.write_text("old")
+    assert f"--html: {page} exists already" in failed(RECORDS, capsys, "--html", str(page))
+    assert page.read_text() == "old"
+
+
 def test_a_page_needs_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ds_tileoverlap.bench.page", None)
     assert "pip install matplotlib" in failed(RECORDS, capsys, "--html", str(tmp_path / "page.html"))

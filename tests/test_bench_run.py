@@ -94,11 +94,10 @@ def test_no_time_on_a_red_gate(on_cpu, tmp_path, monkeypatch, capfd, kind, name,
 
 
 def test_a_shape_that_takes_too_long(on_cpu, tmp_path, capfd):
-    (tmp_path / "tiny.json").write_text("{}")
     more = ("--arms", "sequential", "--samples", 10**6, "--limit", 2, "--json")
     assert bench_run("layer", tmp_path, *more) == 1
     out, err = capfd.readouterr()
-    assert json.loads(out)["records"] == {}, "a record of another run"
+    assert json.loads(out)["records"] == {}
     assert "Timeout (0:00:02)!" in err and "in interleaved" in err
 
 
@@ -149,6 +148,15 @@ def test_wrong_usage(on_cpu, tmp_path, monkeypatch, capfd, more, words):
         code = ended.code
     assert code == 2 and words in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind,name", [("layer", "tiny"), ("step", "step-tiny")])
+def test_records_are_not_overwritten(on_cpu, tmp_path, monkeypatch, capfd, kind, name):
+    monkeypatch.setattr(command, "running", lambda *_, **__: pytest.fail("started ranks"))
+    record = tmp_path / f"{name}.json"
+    record.write_text("{}")
+    assert bench_run(kind, tmp_path) == 2 and f"--out: {record} exists already" in capfd.readouterr().err
+    assert record.read_text() == "{}"
 
 
 def test_stages_need_gpus(on_cpu, tmp_path, capfd):

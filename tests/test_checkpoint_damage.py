@@ -79,7 +79,6 @@ DAMAGES = {
         "got mp_rank_01_.*no tensor parallelism",
     ),
     "legacy": (lambda d: change(d / STEP / MODEL, lambda s: s.update(num_experts=8)), "num_experts: got 8, expected a"),
-    "autoep": (lambda d: change(d / STEP / MODEL, lambda s: s.update(ds_autoep_layers=[{}])), "ds_autoep_layers: got"),
     "pipeline": (lambda d: change(d / STEP / MODEL, lambda s: s.update(module=None)), "module: got NoneType, expected"),
     "hf missing expert": (
         lambda d: change(d / WEIGHTS, lambda s: [s.pop(k) for k in list(s) if "layers.1.mlp.experts.3." in k]),

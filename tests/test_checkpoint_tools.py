@@ -136,6 +136,19 @@ def test_wrong_usage(folders, tmp_path, capsys, arguments):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_of_autoep_is_no_broken_one(folders, tmp_path, capsys):
+    hf, ds = folders("qwen3_moe")
+    shutil.copytree(ds, tmp_path / "ds")
+    change(tmp_path / "ds" / STEP / MODEL, lambda state: state.update(ds_autoep_layers=[{}]))
+    for more in (["inspect"], ["convert", str(tmp_path / "target"), "--to", "hf", "--config", str(hf)]):
+        capsys.readouterr()
+        assert main(["ckpt", more[0], str(tmp_path / "ds"), *more[1:]]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert "got a checkpoint of AutoEP's layers" in err and "hf_export.save_pretrained" in err
+    assert not (tmp_path / "target").exists()
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
 def test_target_exists(folders, tmp_path, capsys, kind):
     hf, ds = folders("olmoe")

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from ds_tileoverlap import ConfigError, TileOverlapConfig, configure, versions
-from ds_tileoverlap.config import OVERLAP_OPTIONS, parse
+from ds_tileoverlap.config import OVERLAP_OPTIONS, parse, read
 
 DEFAULTS = dict(
     enabled=False,
@@ -43,7 +43,7 @@ def test_empty_block_gives_the_defaults():
     "block",
     [
         {"enabled": True},
-        {"backend": "sequential", "timeout_s": 0.5, "recompute_dispatch": True},
+        {"backend": "sequential", "timeout_s": 5.5, "recompute_dispatch": True},
         {"backend": "reference", "timeout_s": 30},
         {"backend": "overlap", "comm_sms": 0, "combine": "sums"},
         {"comm_sms": 2, "bands_per_segment": 1, "owner_alignment": "packed"},
@@ -81,12 +81,13 @@ def test_valid_block(block):
         ("overlap_backward", 0, "true or false"),
         ("profile", "", "'auto', 'none', or the path of a file"),
         ("profile", None, "'auto', 'none', or the path of a file"),
-        ("timeout_s", 0, "a number of seconds above 0"),
-        ("timeout_s", -1.5, "a number of seconds above 0"),
-        ("timeout_s", float("inf"), "a number of seconds above 0"),
-        ("timeout_s", float("nan"), "a number of seconds above 0"),
-        ("timeout_s", "30", "a number of seconds above 0"),
-        ("timeout_s", True, "a number of seconds above 0"),
+        ("timeout_s", 4.9, "a number of seconds, at least 5"),
+        ("timeout_s", 0, "a number of seconds, at least 5"),
+        ("timeout_s", -1.5, "a number of seconds, at least 5"),
+        ("timeout_s", float("inf"), "a number of seconds, at least 5"),
+        ("timeout_s", float("nan"), "a number of seconds, at least 5"),
+        ("timeout_s", "30", "a number of seconds, at least 5"),
+        ("timeout_s", True, "a number of seconds, at least 5"),
         ("log_every", -1, "a number of steps, or 0 for never"),
         ("log_every", 2.5, "a number of steps, or 0 for never"),
         ("trace", 5, 'an object like {"step": 10, "folder": "trace"}'),
@@ -153,6 +154,33 @@ def test_configure_refuses_a_wrong_block():
     with pytest.raises(ConfigError, match="tile_overlap.enabled"):
         configure(nn.Linear(1, 1), {"tile_overlap": {"enabled": 2}})
     assert configure(nn.Linear(1, 1), {"tile_overlap": {"enabled": True}}) == 0
+
+
+def test_a_file_is_read_as_deepspeed_does(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": 1, # a comment, and a comma at the end\n "tile_overlap": {"comm_sms": 8},}')
+    assert read(path) == {"train_batch_size": 1, "tile_overlap": {"comm_sms": 8}}
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("[1, 2]", "got [1, 2], expected an object"),
+        ('{"tile_overlap": {"enabled": false}, "tile_overlap": {"enabled": true}}', "Duplicate keys"),
+        ('{"tile_overlap": {"combine": "rows", "combine": "sums"}}', "Duplicate keys"),
+        ('{"tile_overlap": {"enabled": 3}}', "tile_overlap.enabled: got 3"),
+        ("{", "line 1"),
+        ("\xff", "can't decode"),
+        (None, "No such file"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, text, words):
+    path = tmp_path / "ds_config.json"
+    if text is not None:
+        path.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}: ") and words in str(error.value)
 
 
 def test_every_field_says_what_is_expected():

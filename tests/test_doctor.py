@@ -45,7 +45,9 @@ def test_two_ranks_train_a_step_here(capsys):
         ('{"tile_overlap": {"enabled": false}}', "ok", "as DeepSpeed made them"),
         ("{}", "ok", "no block"),
         ('{"tile_overlap": {"enabled": 3}}', "fault", "got 3, expected true or false"),
-        ("{", "fault", "Expecting property name"),
+        ("{", "fault", "ds_config.json: Bad key name"),
+        ("[1, 2]", "fault", "ds_config.json: got [1, 2], expected an object"),
+        ('{"tile_overlap": {}, "tile_overlap": {"enabled": true}}', "fault", "ds_config.json: Duplicate keys"),
     ],
 )
 def test_ds_config(capsys, tmp_path, text, status, words):
@@ -143,6 +145,13 @@ def test_bundle(capsys, tmp_path):
     before = path.read_bytes()
     assert run("--no-exchange", "--bundle", str(path)) == 2 and path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_bundle_that_cannot_be_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "checks", lambda *_: [])
+    path = tmp_path / f"{'long' * 60}.tar.gz"
+    assert run("--bundle", str(path)) == 2
+    assert f"--bundle: {path} cannot be written: [Errno " in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_a_bundle_needs_a_folder(capsys, tmp_path, monkeypatch):

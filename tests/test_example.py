@@ -1,7 +1,11 @@
 """The example as a user starts it: swap of the layers in mid-training, exact resume, loss curve, error messages."""
 
 import re
+import sys
 
+import options
+import pytest
+import train_moe
 from launched import ROOT, launcher, run
 
 # The first start of DeepSpeed on a machine compiles its shared-memory collectives, which takes minutes.
@@ -41,3 +45,26 @@ def test_swap_then_resume(tmp_path):
     code, output = train("--resume", tmp_path / "nothing", "--save-dir", tmp_path / "unused")
     assert code != 0 and "Traceback" not in output, output
     assert output.count("holds no checkpoint of this program") == 1, output
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
+def test_numbers_that_do_not_train(monkeypatch, value):
+    given = ["--deepspeed_config", "none.json", "--lr", value, "--aux-coefficient", value]
+    monkeypatch.setattr(sys, "argv", ["train_moe.py", *given])
+    args = options.parse_arguments("")
+    with pytest.raises(options.UsageError) as error:
+        options.check(args, options.choose_settings(args), 2)
+    for name, least in (("lr", "above"), ("aux-coefficient", "of at least")):
+        assert f"--{name}: got {float(value)}, expected a number {least} 0" in str(error.value)
+
+
+def test_a_folder_that_cannot_be_made(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    given = ["--deepspeed_config", str(ROOT / "configs/train_moe.json"), "--save-dir", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["train_moe.py", *given])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(train_moe, "start_ranks", None)
+    assert train_moe.run_main(train_moe.main, "train_moe") == 2
+    assert f"train_moe: --save-dir: cannot make {folder} (Not a directory)" in capsys.readouterr().err

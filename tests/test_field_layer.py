@@ -5,7 +5,6 @@ import random
 import re
 import time
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -14,10 +13,10 @@ from deepspeed import comm
 from deepspeed.utils import groups
 from models import E, Gated, T, assert_close, backward_of, dense, fill, mlp, ours, stock, tokens
 from ranks import RankError, Ranks
-from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 from torch.utils.checkpoint import checkpoint
 
-from ds_tileoverlap import exchange
+from ds_tileoverlap import configure, exchange
 
 BACKENDS = ("sequential", "reference")
 EXCHANGES = ((exchange, "_ALL_GATHER"), (torch.distributed, "all_to_all_single"))
@@ -308,7 +307,7 @@ def test_c20_groups_smaller_than_the_world(four_ranks, sizes, data_first, backen
 def _absent_worker(fault, limit_s):
     rank = comm.get_rank()
     mine, _, _ = _pair(2, "sequential")
-    distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), mine.deepspeed_moe.ep_group)
+    configure(mine, {"tile_overlap": {"enabled": True, "backend": "sequential", "timeout_s": limit_s}})
     x = tokens(rank, T)
     if rank == 1 and fault == "raises":
         raise ValueError("a broken batch")
@@ -349,6 +348,17 @@ def test_c16_missing_rank_is_named(doomed_ranks, fault):
 
 def test_c16_slow_rank_is_waited_for(doomed_ranks):
     assert doomed_ranks(_absent_worker, "is slow", 8) == ["done", "done"]
+
+
+def _limits_worker(limits):
+    mine, _, _ = _pair(2, "sequential")
+    group, device = mine.deepspeed_moe.ep_group, torch.device("cpu")
+    return [exchange.peers_of(group, device, limit_s, "test").timeout_s for limit_s in limits]
+
+
+def test_timeout_s_is_the_limit_in_place_of_torchs_default(doomed_ranks):
+    found = doomed_ranks(_limits_worker, (None, 7, 3000.5, None))
+    assert found == [[default_pg_timeout.total_seconds(), 7, 3000.5, 3000.5]] * 2
 
 
 def _only_first_worker():

@@ -145,6 +145,20 @@ def test_ranks_that_hold_an_expert_have_to_read_the_same(two_ranks, tmp_path):
     two_ranks(_load, str(tmp_path), build, r"ranks \[1\]: no such folder, which other ranks have", True)
 
 
+def _load_unknown(folder):
+    engine = native_engine()
+    assert engine.load_checkpoint(folder) == (None, None), "no tag, no 'latest'"
+    engine.save_checkpoint(folder, tag="step0")
+    engine.save_checkpoint(folder, tag="step1")
+    for where, tags in ((folder, "step0, step1"), (f"{folder}/none", "none")):
+        with pytest.raises(LoadError, match=f"there is no tag 'zz'; tags that are there: {tags}$"):
+            engine.load_checkpoint(where, tag="zz")
+
+
+def test_a_tag_that_is_not_there(two_ranks, tmp_path):
+    two_ranks(_load_unknown, str(tmp_path))
+
+
 def _swaps(folder, build, tensor):
     """A loader that puts one expert of rank 1 where another one belongs."""
     load = DeepSpeedEngine.load_moe_state_dict

@@ -326,6 +326,12 @@ def test_json(capsys):
     assert any("within one machine" in note for note in found["notes"])
 
 
+def test_a_shape_with_spaces_and_a_link_without_latency(capsys):
+    assert run("--json", "--link-us", "0", shape=QWEN.replace(",", ", ")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["shape"].values())[:5] == [2048, 768, 128, 8, 8192] and found["profile"]["link_us"] == 0
+
+
 def test_text_and_png(capsys, tmp_path):
     path = tmp_path / "plan.png"
     assert run("--png", str(path)) == 0
@@ -341,9 +347,12 @@ def test_text_and_png(capsys, tmp_path):
 
 def test_options_of_a_ds_config(capsys, tmp_path):
     path = tmp_path / "ds_config.json"
-    path.write_text('{"tile_overlap": {"enabled": true, "combine": "rows"}}')
-    assert run("--json", "--config", str(path)) == 0
-    assert json.loads(capsys.readouterr().out)["choices"][0]["value"] == "rows"
+    for enabled, said in (("true", ""), ("false", f"ds-tileoverlap: {path}: tile_overlap.enabled is false; ")):
+        path.write_text(f'{{"tile_overlap": {{"enabled": {enabled}, "combine": "rows"}}}}')
+        assert run("--json", "--config", str(path)) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["choices"][0]["value"] == "rows"
+        assert err.startswith(said) and bool(err) == bool(said)
 
 
 def test_a_profile_of_ones_own(capsys, tmp_path, profile):
@@ -406,7 +415,8 @@ def test_a_rank_with_more_rows_than_are_scheduled_here(capsys, monkeypatch):
     [
         ('{"comm_sms": 8}', "comm_sms: got 8, expected 'auto' or 0"),
         ('{"overlap_dispatch": false}', "overlap_dispatch: got false"),
-        ('{"combine": "both"}', "combine: got 'both'"),
+        ('{"combine": "both"}', "ds_config.json: ds_config: tile_overlap.combine: got 'both'"),
+        ('{"combine": "rows", "combine": "sums"}', "ds_config.json: Duplicate keys"),
     ],
 )
 def test_options_that_cannot_be_predicted(capsys, tmp_path, block, words):
@@ -420,10 +430,13 @@ def test_options_that_cannot_be_predicted(capsys, tmp_path, block, words):
     [
         ["--shape", "H=2048,I=768,E=128,k=8"],
         ["--shape", "H=2048,I=768,E=128,k=8,tokens=many"],
+        ["--shape", "H=64,H=128,I=768,E=128,k=8,tokens=8192"],
+        ["--shape", "H=2048,I=768,E=128,k=8,tokens=8192,"],
         ["--skew", "2"],
         ["--spread", "-1"],
         ["--link-gbs", "0"],
         ["--link-us", "nan"],
+        ["--link-us", "-1"],
         ["--ranks", "two"],
         ["--seed", "-1"],
     ],
@@ -450,6 +463,12 @@ def test_without_matplotlib(capsys, monkeypatch, tmp_path):
 )
 def test_missing_files(capsys, option, value):
     assert run(option, value) == 2 and value in capsys.readouterr().err
+
+
+def test_a_drawing_is_a_png(capsys, monkeypatch):
+    monkeypatch.setattr("ds_tileoverlap.planning.command.Forecast", None)
+    assert run("--png", "plan.txt") == 2
+    assert "--png: got plan.txt, expected a name that ends in .png" in capsys.readouterr().err
 
 
 def test_tiny_layers(profile):

@@ -170,8 +170,11 @@ def test_command(tmp_path, capsys):
     assert facts["backend"] == "sequential" and facts["clock"] == "host" and facts["ranks"] == [0, 1]
     assert {"dispatch", "dispatch again"} <= {each["stage"] for each in facts["stages"]}
     assert "sequential instead of overlap, as the layer runs on cpu" in captured.err
+    assert f"{config}: tile_overlap.enabled is false; what follows is with true" in captured.err
     assert perfetto.read(tmp_path / "out" / "trace.json.gz")["otherData"] == facts
     assert cli.main(arguments) == 2 and "trace.json.gz exists already" in capsys.readouterr().err
+    config.write_text("[1]")
+    assert cli.main(arguments) == 2 and f"{config}: got [1], expected an object" in capsys.readouterr().err
 
 
 def test_ranks_that_fail_say_why(tmp_path, capsys, monkeypatch):

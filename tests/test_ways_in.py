@@ -6,8 +6,10 @@ import json
 import pickle
 import re
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import deepspeed
 import pytest
@@ -357,9 +359,44 @@ def test_initialize_refuses(two_ranks):
     assert "tile_overlap.backend: got 'all'" in two_ranks(_refused_worker, ds_config(True, backend="all"))[1]
 
 
+def _said_worker(kinds, enabled):
+    net = Net([{"stock": StockMoE, "ours": MoE}[kind] for kind in kinds], ep_size=2)
+    with redirect_stdout(StringIO()) as said:
+        deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=ds_config(enabled))
+    return [line for line in said.getvalue().splitlines() if line.startswith("tile_overlap: ")]
+
+
+def test_a_model_without_moe_layers_is_said(two_ranks):
+    first, second = two_ranks(_said_worker, (), True)
+    assert len(first) == 1 and 'no MoE layer to convert (a Hugging Face model needs "expert_parallel"' in first[0]
+    assert second == [] and two_ranks(_said_worker, (), None) == two_ranks(_said_worker, (), False) == [[], []]
+    first, _ = two_ranks(_said_worker, ("stock",), True)
+    assert len(first) == 1 and "1 MoE layers on backend" in first[0]
+
+
+@pytest.mark.parametrize("rank,lines", [(None, 1), ("0", 1), ("1", 0)])
+def test_before_the_process_group_the_launcher_says_which_rank_this_is(monkeypatch, capsys, rank, lines):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    configure(Net(), ds_config(True))
+    assert capsys.readouterr().out.count("tile_overlap: 2 MoE layers on backend") == lines
+
+
 def test_import_installs_initialize():
     assert deepspeed.initialize is ds_tileoverlap.initialize
     assert inspect.signature(deepspeed.initialize) == inspect.signature(deepspeed.initialize.__wrapped__)
+
+
+def test_import_reaches_modules_that_have_initialize_by_name(monkeypatch):
+    theirs = deepspeed.initialize.__wrapped__
+    train = ModuleType("train")
+    train.start, train.other = theirs, print
+    monkeypatch.setitem(sys.modules, "train", train)
+    ds_tileoverlap.install()
+    assert train.start is ds_tileoverlap.initialize and train.other is print
+    assert ds_tileoverlap.initialize.__wrapped__ is theirs, "what ours itself calls"
+    assert inspect.getclosurevars(ds_tileoverlap.initialize).globals["_deepspeed_initialize"] is theirs
 
 
 # --- the launcher
@@ -430,6 +467,13 @@ def test_run_without_a_script(arguments, message):
     with pytest.raises(SystemExit) as exit:
         run.main(arguments)
     assert message in str(exit.value) and "usage: deepspeed --module ds_tileoverlap.run" in str(exit.value)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--local_rank=0", "--help"]], ids=str)
+def test_run_says_how_it_is_used(capsys, arguments):
+    with pytest.raises(SystemExit) as exit:
+        run.main(arguments)
+    assert exit.value.code == 0 and capsys.readouterr().out == f"{run.USAGE}\n"
 
 
 def test_run_hands_arguments_on(tmp_path):

@@ -47,13 +47,11 @@ def _run(arguments: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(error) from error
-    paths = [record_path(kind, out, shape) for shape in shapes]
-    before = [_written(path) for path in paths]
     limit_s = START_LIMIT_S + arguments.limit * len(shapes)
     passed = _passed([kind, *words(kind, arguments)], ranks, limit_s, to_stderr=arguments.json)
-    written = [path for path, then in zip(paths, before) if _written(path) != then]
     if arguments.json:
-        print(json.dumps(_summary(kind, ranks, passed, shapes, written), indent=2))
+        paths = [record_path(kind, out, shape) for shape in shapes]
+        print(json.dumps(_summary(kind, ranks, passed, shapes, [path for path in paths if path.exists()]), indent=2))
     return 0 if passed else 1
 
 
@@ -77,11 +75,6 @@ def _passed(options: list[str], ranks: int, limit_s: float, to_stderr: bool) -> 
         return False
 
 
-def _written(path: Path) -> int | None:
-    """When, or ``None`` where there is no such file."""
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
 def _summary(kind: str, ranks: int, passed: bool, shapes: list[Sizes], written: list[Path]) -> dict:
     """What this run found; a shape without a record was not finished."""
     records = {path.stem: json.loads(path.read_text()) for path in written}
@@ -98,8 +91,10 @@ def _report(arguments: argparse.Namespace) -> int:
     """Prints the report and writes what was asked for; returns 0.
 
     Raises:
-        UsageError: the records or a file do not fit.
+        UsageError: the records or a file do not fit, or the page is there already.
     """
+    if arguments.html and arguments.html.exists():
+        raise UsageError(f"--html: {arguments.html} exists already")
     try:
         benchmarks = read(arguments.records)
         if arguments.html:

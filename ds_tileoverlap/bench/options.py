@@ -63,7 +63,7 @@ def check(kind: str, options: argparse.Namespace, ranks: int) -> list[Sizes]:
     """The shapes that are to be measured on so many ranks.
 
     Raises:
-        UsageError: an option or the file of shapes is wrong.
+        UsageError: an option or the file of shapes is wrong, or a record is there already.
     """
     unknown = [arm for arm in getattr(options, "arms", ()) if arm not in ARMS[kind] and not _is_chunks(kind, arm)]
     if unknown:
@@ -71,7 +71,11 @@ def check(kind: str, options: argparse.Namespace, ranks: int) -> list[Sizes]:
         raise UsageError(f"--arms: got {', '.join(unknown)}, expected of {', '.join(ARMS[kind])}{also}")
     if options.out.exists() and not options.out.is_dir():
         raise UsageError(f"--out: got {options.out}, a file, expected a folder")
-    return read_shapes(options.shapes, SHAPES[kind], ranks, options.only)
+    shapes = read_shapes(options.shapes, SHAPES[kind], ranks, options.only)
+    paths = [record_path(kind, options.out, shape) for shape in shapes]
+    if there := [str(path) for path in paths if path.exists()]:
+        raise UsageError(f"--out: {', '.join(there)} exists already (--only measures other shapes)")
+    return shapes
 
 
 def _is_chunks(kind: str, arm: str) -> bool:

@@ -132,7 +132,7 @@ def open_checkpoint(path: Path, tag: str | None = None) -> Checkpoint:
         tag: of a DeepSpeed checkpoint; the one that ``latest`` names by default.
 
     Raises:
-        UsageError: it is no such folder.
+        UsageError: it is no such folder, or holds layers of AutoEP, whose names and files are others.
     """
     if path.is_dir() and (tag is not None or (path / "latest").is_file()):
         return _open_deepspeed(Checkpoint(path, DEEPSPEED), tag).judge()
@@ -155,6 +155,11 @@ def _open_deepspeed(checkpoint: Checkpoint, tag: str | None) -> Checkpoint:
     state = checkpoint.attempt(folder / MODEL_STATES, load)
     checkpoint.facts["step"] = state.get("global_steps")
     checkpoint.facts["optimizer_files"] = sorted(file.name for file in folder.glob("*optim_states.pt"))
+    if state.get("ds_autoep_layers"):
+        raise UsageError(
+            f"{folder / MODEL_STATES}: got a checkpoint of AutoEP's layers, expected one of deepspeed.moe.layer.MoE "
+            "(ds_tileoverlap.hf_export.save_pretrained writes a Hugging Face folder from the engine)"
+        )
     if state:
         checkpoint.faults += _unsupported(folder, state)
         module = state["module"] if isinstance(state.get("module"), dict) else {}
@@ -171,8 +176,6 @@ def _unsupported(folder: Path, state: dict[str, Any]) -> Iterator[str]:
         yield f"{file}: module: got {got}, expected a state dict (no pipeline parallelism)"
     if not isinstance(state.get("num_experts"), list):
         yield f"{file}: num_experts: got {state.get('num_experts')!r}, expected a list, one number for each MoE layer"
-    if state.get("ds_autoep_layers"):
-        yield f"{file}: ds_autoep_layers: got an AutoEP checkpoint, expected one of deepspeed.moe.layer.MoE"
     if shards := sorted(f.name for f in folder.glob("mp_rank_*_model_states.pt") if f.name != MODEL_STATES):
         yield f"{folder}: got {shards[0]}, expected {MODEL_STATES} alone (no tensor parallelism)"
 

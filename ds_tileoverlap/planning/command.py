@@ -10,8 +10,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..arguments import UsageError, at_least_one, shape, whole
-from ..config import ConfigError, parse
+from ..arguments import UsageError, at_least_one, block_of, shape, whole
+from ..config import BLOCK, parse
 from . import machine, report, timeline
 from .forecast import Forecast
 from .profile import DEFAULT, Profile, load
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread", type=_share, default=0.0, help="of scores within a rank, 0 to 1; default: 0")
     parser.add_argument("--seed", type=whole, default=0, help="of the routing")
     parser.add_argument("--link-gbs", type=_positive, help="another link: GB/s in one direction")
-    parser.add_argument("--link-us", type=_positive, help="another link: so much more latency than the measured one")
+    parser.add_argument("--link-us", type=_at_least_0, help="another link: so much more latency than the measured one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--png", type=Path, help="draw the simulated rank's timeline")
     parser.set_defaults(run=run)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.png:
             timeline.draw(forecast, arguments.png)
             print(f"{arguments.png}: written", file=sys.stderr)
-    except (ConfigError, OSError, json.JSONDecodeError) as error:
+    except OSError as error:
         raise UsageError(error) from error
     if arguments.json:
         print(json.dumps(report.as_json(forecast), indent=2))
@@ -60,13 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _forecast(arguments: argparse.Namespace) -> Forecast:
+    if arguments.png and arguments.png.suffix.lower() != ".png":
+        raise UsageError(f"--png: got {arguments.png}, expected a name that ends in .png")
     if arguments.png and arguments.png.exists():
         raise UsageError(f"--png: {arguments.png} exists already")
     if arguments.png and find_spec("matplotlib") is None:
         raise UsageError("--png: matplotlib is not installed: python -m pip install matplotlib")
     overrides = {"link_gbs": arguments.link_gbs, "link_us": arguments.link_us}
     profile = replace(_profile(arguments), **{name: value for name, value in overrides.items() if value is not None})
-    config = parse(json.loads(arguments.config.read_text())) if arguments.config else None
+    config = parse({BLOCK: block_of(arguments.config)})
     uneven = Unevenness(arguments.skew, arguments.spread)
     return Forecast(arguments.shape, arguments.ranks, profile, config, uneven, arguments.seed)
 
@@ -86,6 +88,10 @@ def _share(text: str) -> float:
 
 def _positive(text: str) -> float:
     return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def _at_least_0(text: str) -> float:
+    return _number(text, lambda value: 0 <= value < math.inf, "a number of at least 0")
 
 
 def _number(text: str, is_allowed, expected: str) -> float:

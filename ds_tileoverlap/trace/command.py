@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..arguments import UsageError, at_least_one, shape
-from ..config import BLOCK, parse
+from ..arguments import UsageError, at_least_one, block_of, shape
+from ..config import BLOCK
 from ..planning.routing import Shape
 from ..ranks import last_words, running
 from . import perfetto, report
@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     num_gpus = torch.cuda.device_count()
     num_ranks = arguments.ranks or num_gpus or 2
     try:
-        block = _block(arguments.config)
+        block = block_of(arguments.config)
         faults = _faults(arguments.shape, num_ranks, num_gpus, arguments.out)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UsageError(error) from error
     if faults:
         raise UsageError("; ".join(faults))
@@ -69,17 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         report.show(facts)
     return 0
-
-
-def _block(path: Path | None) -> dict:
-    """The options of the file, if there is one.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is wrong.
-    """
-    ds_config = json.loads(path.read_text()) if path else {}
-    parse(ds_config)
-    return ds_config.get(BLOCK, {})
 
 
 def _faults(layer: Shape, num_ranks: int, num_gpus: int, folder: Path) -> list[str]:
