@@ -23,7 +23,7 @@ from .exchange import Peers, peers_of
 from .layout import Plan, layout
 from .local_experts import LocalExperts
 from .log import say
-from .route import Routes, Routing, route
+from .route import Routes, Routing, asks_gate, route
 from .stages import Recorder, Stages
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class TileMOELayer(MOELayer):
 
         stages = Stages(self)
         with stages("moe"):
-            with stages("route"):
+            with stages("route", times_itself=asks_gate(self.gate)):
                 routes = route(x, self.gate, used_token)
             self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
             x, routes, num_tokens = _own_share(x, routes)

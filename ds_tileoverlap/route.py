@@ -78,7 +78,7 @@ def route(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | None = Non
         gate: the layer's gate; its options and weight are read at every call.
         used_token: [T] mask or ``None``; tokens marked 0 are not routed. Honoured for k = 1, as upstream does.
     """
-    if gate.drop_tokens or _is_customised(gate):
+    if asks_gate(gate):
         return _routes_by_gate(x, gate, used_token)
     weight, mask = gate.wg.weight, used_token if gate.k == 1 else None
     if _is_exact_in_bf16(x, gate):
@@ -89,6 +89,11 @@ def route(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | None = Non
     if kernels.use_triton(logits):
         return Routes(*TopKRouting.apply(logits.float(), noise, noisy_from, mask, gate.k))
     return Routes(*top_k_routing(logits, noise, noisy_from, mask, gate.k))
+
+
+def asks_gate(gate: TopKGate) -> bool:
+    """Whether :func:`route` calls the gate, which then times itself."""
+    return gate.drop_tokens or _is_customised(gate)
 
 
 def _is_exact_in_bf16(x: torch.Tensor, gate: TopKGate) -> bool:
