@@ -196,9 +196,10 @@ class LayerRuntime:
         """The stages from layout to combine: tokens [T, H] -> [T, H], on the backend that the whole group can run."""
         meanwhile = self._meanwhile or (lambda: None)
         group, again = self.overlap_group(peers, x.device), self.config.recompute_dispatch
+        runs_modules = experts.form is None
         if group is None:
             with stages("layout"):
-                plan = layout(routes, num_experts, peers, meanwhile)
+                plan = layout(routes, num_experts, peers, meanwhile, runs_modules)
             self.routing = Routing(plan.counts, peers, routes.experts.numel())
             self.backend = "reference" if self.config.backend == "reference" else "sequential"
             if self.backend == "reference":
@@ -217,6 +218,7 @@ class LayerRuntime:
                 x.shape[1] * dtype.itemsize,
                 can_overlap=reason is None,
                 choices=self._auto(group, experts, num_experts, routes.experts.shape[1], peers, reason),
+                runs_modules=runs_modules,
             )
         meanwhile()
         if reason is None:
