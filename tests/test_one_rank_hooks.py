@@ -3,7 +3,8 @@
 import pytest
 import torch
 from deepspeed import comm
-from engines import batch, changes, engine_of, loss_of, net_of, weights_of
+from deepspeed.moe.sharded_moe import TopKGate
+from engines import batch, changes, engine_of, loss_of, net_of, train, weights_of
 from models import Gated, assert_close, experts_of
 from ranks import RankError
 
@@ -48,6 +49,10 @@ def a_projection(layer):
     return next(m for m in experts_of(layer)[0].modules() if isinstance(m, torch.nn.Linear))
 
 
+def the_gate(layer):
+    return layer.deepspeed_moe.gate
+
+
 @pytest.mark.parametrize("target", [an_expert, a_projection])
 @pytest.mark.parametrize("backend", ["sequential", "sequential again", "reference"])
 @pytest.mark.parametrize(
@@ -72,3 +77,29 @@ def test_of_an_expert_cannot_be_where_gradients_are_differentiated(two_ranks):
     """Experts of a known form exchange more there than modules do."""
     with pytest.raises(RankError, match="create_graph needs the experts of all ranks .* Put the same hooks on all"):
         two_ranks(_differentiated_twice, limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("drop", [{}, {"drop_tokens": True, "min_capacity": 4}], ids=["dropless", "drop"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["sequential", "reference"])
+def test_of_a_gate(two_ranks, backend, k, drop):
+    """Upstream's gate asks its group for the capacity where nothing is dropped."""
+    two_ranks(_same_with_a_hook, backend, the_gate, {"k": k, **drop}, limit_s=LIMIT_S)
+
+
+class GateThatExchanges(TopKGate):
+    def forward(self, *inputs, **kwargs):
+        total = torch.ones(1)
+        comm.all_reduce(total, group=self.ep_group)
+        assert total == 2
+        return super().forward(*inputs, **kwargs)
+
+
+def _with_its_own_gate():
+    net = net_of(2, 1)
+    net.layers[0].deepspeed_moe.gate.__class__ = GateThatExchanges
+    train(engine_of(net, "sequential"), range(1))
+
+
+def test_a_gate_of_a_class_of_its_own_keeps_its_group(two_ranks):
+    two_ranks(_with_its_own_gate, limit_s=LIMIT_S)
