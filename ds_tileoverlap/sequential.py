@@ -27,7 +27,6 @@ from .expert_gemm import (
     mlp_by_expert,
     mlp_hidden,
     mlp_output,
-    run_modules,
 )
 from .expert_weights import ExpertWeights, are_stacked, expert_weights, split_slots
 from .kernels import without_autocast
@@ -64,7 +63,7 @@ def routed_experts(
     with stages("dispatch"):
         rows, row_weights = _Dispatch.apply(x, weights, anchor, plan, stages)
     with stages("expert_gemm"):
-        rows = run_modules(experts.modules, rows, row_weights, plan)
+        rows = experts.run(rows, row_weights, plan)
     with stages("combine"):
         return _ReturnRows.apply(rows, plan, "combine", stages)
 
