@@ -75,6 +75,8 @@ class TileAutoEPMoELayer(AutoEPMoELayer):
     tile_overlap: StackedRuntime
     # DeepSpeed's native layers have it; AutoEP's have no timers.
     wall_clock_breakdown = False
+    # As of TileMOELayer.
+    forward = torch.compiler.disable(AutoEPMoELayer.forward)
 
     def _forward(self, hidden_states: torch.Tensor):
         if type(self.experts) is not TileGroupedExperts:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class ResidualMoE(deepspeed_layer.MoE):
     """``MoE`` whose dense part, if it has one, runs while the counts of the routed part are on their way."""
 
+    # As of TileMOELayer; what is computed ahead is none of a compiler's business either.
+    @torch.compiler.disable
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -100,6 +102,8 @@ class TileMOELayer(MOELayer):
 
     tile_overlap: LayerRuntime
 
+    # To torch.compile a layer is one graph break: its exchanges and the host's decisions cannot be traced.
+    @torch.compiler.disable
     def forward(self, *inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Routes, computes and combines: hidden states [..., H] (and the ``used_token`` mask) -> [..., H]."""
         hidden_states, used_token = (*inputs, None)[:2]

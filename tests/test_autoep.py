@@ -349,6 +349,31 @@ def test_a_hook_on_one_rank(two_ranks, backend, ep_size, zero):
     two_ranks(_same_hooked, backend, ep_size, zero, limit_s=45.0)
 
 
+def _train_compiled(family, is_compiled):
+    engine, losses = engine_of(family, 2, "sequential"), []
+    if is_compiled:
+        torch.compiler.reset()
+        engine.compile(backend="eager")
+    for step in range(3):
+        loss = engine(input_ids=batch(step), labels=batch(step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def _same_compiled(family):
+    losses, weights = _train_compiled(family, False)
+    got_losses, got = _train_compiled(family, True)
+    assert got_losses == pytest.approx(losses, rel=1e-5)
+    assert_close(got, weights, 1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_compiled_trains_as_without(two_ranks, family):
+    two_ranks(_same_compiled, family)
+
+
 def _from_a_file(folder):
     engine = engine_of("olmoe", 2, "auto", file=f"{folder}/config")
     plain = model_of("olmoe")[1](batch(0)).logits.detach()
