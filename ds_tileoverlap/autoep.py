@@ -29,7 +29,7 @@ from torch import nn
 
 from .ahead import Ahead
 from .config import TileOverlapConfig
-from .expert_form import hooks_of, is_watched
+from .expert_form import has_hooks_of_others, is_watched
 from .kernels import use_triton
 from .layout import Plan
 from .route import Routes
@@ -156,8 +156,7 @@ class WatchedExperts:
 
 def _is_watched_by_others(experts: nn.Module) -> bool:
     """Whether a hook or another ``forward`` wants to see rows and outputs; DeepSpeed's own, for ZeRO-3, do not."""
-    hooks = [hook for hooks in hooks_of(experts) for hook in hooks.values()]
-    return "forward" in vars(experts) or any(not hook.__module__.startswith("deepspeed.") for hook in hooks)
+    return "forward" in vars(experts) or has_hooks_of_others(experts)
 
 
 def refusal(layer: AutoEPMoELayer) -> str | None:

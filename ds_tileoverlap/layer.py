@@ -20,6 +20,7 @@ from . import overlap, overlap_group, reference, sequential, symmetric_layout
 from .ahead import Ahead
 from .config import TileOverlapConfig
 from .exchange import Peers, peers_of
+from .expert_form import has_hooks_of_others
 from .layout import Plan, layout
 from .local_experts import LocalExperts
 from .log import say
@@ -109,6 +110,7 @@ class TileMOELayer(MOELayer):
         hidden_states, used_token = (*inputs, None)[:2]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         run = self.tile_overlap
+        run.check_container(self.experts)
         experts = run.experts(self.experts.deepspeed_experts)
         peers = run.peers(self.ep_group, x.device)
         _check_dtype(x, experts, run.name)
@@ -176,6 +178,20 @@ class LayerRuntime:
             yield
         finally:
             self._meanwhile = None
+
+    def check_container(self, container: Experts) -> None:
+        """Says that nothing is ever run with the module around all experts, where somebody expects it to be.
+
+        Raises:
+            RuntimeError: it has a forward of its own. Hooks only warn: many watch every module, and training can go on.
+        """
+        name = f"{self.name}.deepspeed_moe.experts"
+        instead = "put it on the experts inside, .deepspeed_experts[i], or on the MoE layer"
+        if "forward" in vars(container) or type(container).forward is not Experts.forward:
+            raise RuntimeError(f"tile_overlap never calls '{name}', which has a forward of its own: {instead}")
+        if name not in self._said and has_hooks_of_others(container):
+            self._said.add(name)
+            say(f"'{name}' has a hook that does not run, as the module is never called: {instead}", every_rank=True)
 
     def experts(self, modules: nn.Module) -> LocalExperts:
         """The local experts, looked at again where any of them changed."""
