@@ -84,7 +84,7 @@ class TileAutoEPMoELayer(AutoEPMoELayer):
             return super()._forward(hidden_states)
         run, hidden_size = self.tile_overlap, hidden_states.shape[-1]
         x = hidden_states.reshape(-1, hidden_size)
-        peers, stages = run.peers(self.ep_group, x.device), Stages(self)
+        peers, stages = run.peers(self.ep_group, x.device, self.ep_size), Stages(self)
         watched = _is_watched_by_others(self.experts)
         experts = WatchedExperts(self.experts) if watched else run.experts(self.experts)
         with stages("route"):

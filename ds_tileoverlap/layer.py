@@ -112,7 +112,7 @@ class TileMOELayer(MOELayer):
         run = self.tile_overlap
         run.check_container(self.experts)
         experts = run.experts(self.experts.deepspeed_experts)
-        peers = run.peers(self.ep_group, x.device)
+        peers = run.peers(self.ep_group, x.device, self.ep_size)
         _check_dtype(x, experts, run.name)
 
         stages = Stages(self)
@@ -199,8 +199,13 @@ class LayerRuntime:
             self._experts = self.local_experts(modules)
         return self._experts
 
-    def peers(self, group: torch.distributed.ProcessGroup | None, device: torch.device) -> Peers:
+    def peers(self, group: torch.distributed.ProcessGroup | None, device: torch.device, ep_size: int) -> Peers:
         if self._peers is None or self._peers.group is not group:
+            if group is None and ep_size > 1:
+                raise RuntimeError(
+                    f"MoE layer '{self.name}': its experts are spread over ep_size = {ep_size} ranks, which have no "
+                    "process group yet: call deepspeed.initialize, or the layer's set_deepspeed_parallelism(), first"
+                )
             self._peers = peers_of(group, device, self.config.timeout_s, self.name)
         return self._peers
 
