@@ -18,16 +18,22 @@ from typing import Any
 
 import torch
 from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.auto_ep_layer import (
+    AutoEPMoELayer,
+    permute_by_local_expert,
+    unpermute_by_local_expert,
+)
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import nn
 
 from .ahead import Ahead
 from .config import TileOverlapConfig
-from .expert_form import hooks_of, is_watched
+from .expert_form import has_hooks_of_others, is_watched
 from .kernels import use_triton
+from .layout import Plan
 from .route import Routes
+from .sequential import compute_dtype
 from .stacked_experts import ACTIVATION_OF, StackedRuntime
 from .stages import Stages
 from .top_k import TopKRouting, top_k_routing
@@ -69,13 +75,18 @@ class TileAutoEPMoELayer(AutoEPMoELayer):
     tile_overlap: StackedRuntime
     # DeepSpeed's native layers have it; AutoEP's have no timers.
     wall_clock_breakdown = False
+    # As of TileMOELayer.
+    forward = torch.compiler.disable(AutoEPMoELayer.forward)
 
     def _forward(self, hidden_states: torch.Tensor):
-        if not _can_run(self.experts):
+        if type(self.experts) is not TileGroupedExperts:
+            # What wraps the experts, on every rank, has to see their inputs as AutoEP makes them.
             return super()._forward(hidden_states)
         run, hidden_size = self.tile_overlap, hidden_states.shape[-1]
         x = hidden_states.reshape(-1, hidden_size)
-        peers, stages = run.peers(self.ep_group, x.device), Stages(self)
+        peers, stages = run.peers(self.ep_group, x.device, self.ep_size), Stages(self)
+        watched = _is_watched_by_others(self.experts)
+        experts = WatchedExperts(self.experts) if watched else run.experts(self.experts)
         with stages("route"):
             routes = route(x, self.router, self.expert_bias)
             with torch.no_grad():
@@ -86,10 +97,10 @@ class TileAutoEPMoELayer(AutoEPMoELayer):
                 routes = replace(routes, weights=torch.ones_like(routes.weights))
 
         def from_layout_to_combine(rows: torch.Tensor) -> torch.Tensor:
-            return run.routed_experts(rows, routes, run.experts(self.experts), peers, self.num_experts, stages)
+            return run.routed_experts(rows, routes, experts, peers, self.num_experts, stages)
 
         with Ahead(self, ("shared_experts",), x) as shared, run.meanwhile(shared.compute):
-            output = self.experts(rows, from_layout_to_combine)
+            output = from_layout_to_combine(rows) if watched else self.experts(rows, from_layout_to_combine)
             return self._finalize_output(output.reshape(hidden_states.shape), x, hidden_states, hidden_size)
 
 
@@ -125,15 +136,27 @@ class TileGroupedExperts(GroupedExperts):
         return how(x) if callable(how) else super().forward(x, how)
 
 
-def _can_run(experts: nn.Module) -> bool:
-    """Whether the experts are what :func:`adopt` made; whatever wraps or hooks them has to see their inputs."""
-    return type(experts) is TileGroupedExperts and not _is_watched_by_others(experts)
+class WatchedExperts:
+    """Experts of AutoEP with a hook or another ``forward``, for the stages: called with expert rows as AutoEP does.
+
+    They are so on this rank only, as far as it knows: AutoEP's own exchanges would wait for ranks that make none.
+    """
+
+    form = None
+
+    def __init__(self, experts: nn.Module):
+        self._experts = experts
+
+    def run(self, rows: torch.Tensor, row_weights: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """As of :class:`~ds_tileoverlap.local_experts.LocalExperts`, in the dtype that the other ranks return."""
+        aligned, places, counts, num_rows = permute_by_local_expert(rows, plan.row_offsets.diff())
+        outputs = unpermute_by_local_expert(self._experts(aligned, counts), places, num_rows)
+        return (outputs * row_weights.unsqueeze(1)).to(compute_dtype(rows))
 
 
 def _is_watched_by_others(experts: nn.Module) -> bool:
     """Whether a hook or another ``forward`` wants to see rows and outputs; DeepSpeed's own, for ZeRO-3, do not."""
-    hooks = [hook for hooks in hooks_of(experts) for hook in hooks.values()]
-    return "forward" in vars(experts) or any(not hook.__module__.startswith("deepspeed.") for hook in hooks)
+    return "forward" in vars(experts) or has_hooks_of_others(experts)
 
 
 def refusal(layer: AutoEPMoELayer) -> str | None:

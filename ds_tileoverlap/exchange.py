@@ -185,11 +185,15 @@ def _roll_call(peers: Peers, stage: str) -> list[int]:
         store.set(str(peers.rank), "waiting")
         deadline = time.monotonic() + ROLL_CALL_S
         for place, rank in enumerate(peers.ranks):
+            if place == peers.rank:
+                continue
             left_s = max(deadline - time.monotonic(), 0.05)
             try:
                 store.wait([str(place)], timedelta(seconds=left_s))
             except RuntimeError:
-                missing.append(rank)
+                # A wait fails alike where the time is over and where the store is gone; only then this fails, too.
+                if not store.check([str(place)]):
+                    missing.append(rank)
     except RuntimeError:
         # The rendezvous store lives in the process of rank 0: when it is gone, so is that rank.
         return [0]

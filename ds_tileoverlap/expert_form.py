@@ -55,6 +55,11 @@ def is_watched(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(hooks_of(module))
 
 
+def has_hooks_of_others(module: nn.Module) -> bool:
+    """Whether anybody but DeepSpeed, whose ZeRO and flops profiler hook every module, has a hook on the module."""
+    return any(not hook.__module__.startswith("deepspeed.") for hooks in hooks_of(module) for hook in hooks.values())
+
+
 def common_form(experts: nn.ModuleList) -> ExpertForm | None:
     """The form that all experts share, with equal shapes and dtypes; ``None`` where they do not."""
     forms = {trace_form(expert) for expert in experts}

@@ -43,10 +43,13 @@ class TileGptOssMLP(deepspeed_layer.MoE):
     def local_experts(self) -> LocalGptOssExperts:
         return self.deepspeed_moe.experts["deepspeed_experts"]
 
+    # As of TileMOELayer.
+    @torch.compiler.disable
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [..., H] -> [..., H], and the router's scores [T, k], as ``GptOssMLP`` returns them."""
         run, x = self.tile_overlap, hidden_states.reshape(-1, hidden_states.shape[-1])
-        experts, peers = run.experts(self.local_experts), run.peers(self.deepspeed_moe.ep_group, x.device)
+        experts = run.experts(self.local_experts)
+        peers = run.peers(self.deepspeed_moe.ep_group, x.device, self.ep_size)
         stages = Stages(self)
         with stages("route"):
             _, scores, chosen = self.router(x)

@@ -20,10 +20,11 @@ from . import overlap, overlap_group, reference, sequential, symmetric_layout
 from .ahead import Ahead
 from .config import TileOverlapConfig
 from .exchange import Peers, peers_of
+from .expert_form import has_hooks_of_others
 from .layout import Plan, layout
 from .local_experts import LocalExperts
 from .log import say
-from .route import Routes, Routing, route
+from .route import Routes, Routing, asks_gate, route
 from .stages import Recorder, Stages
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 class ResidualMoE(deepspeed_layer.MoE):
     """``MoE`` whose dense part, if it has one, runs while the counts of the routed part are on their way."""
 
+    # As of TileMOELayer; what is computed ahead is none of a compiler's business either.
+    @torch.compiler.disable
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -100,18 +103,21 @@ class TileMOELayer(MOELayer):
 
     tile_overlap: LayerRuntime
 
+    # To torch.compile a layer is one graph break: its exchanges and the host's decisions cannot be traced.
+    @torch.compiler.disable
     def forward(self, *inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Routes, computes and combines: hidden states [..., H] (and the ``used_token`` mask) -> [..., H]."""
         hidden_states, used_token = (*inputs, None)[:2]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         run = self.tile_overlap
+        run.check_container(self.experts)
         experts = run.experts(self.experts.deepspeed_experts)
-        peers = run.peers(self.ep_group, x.device)
+        peers = run.peers(self.ep_group, x.device, self.ep_size)
         _check_dtype(x, experts, run.name)
 
         stages = Stages(self)
         with stages("moe"):
-            with stages("route"):
+            with stages("route", times_itself=asks_gate(self.gate)):
                 routes = route(x, self.gate, used_token)
             self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
             x, routes, num_tokens = _own_share(x, routes)
@@ -173,14 +179,33 @@ class LayerRuntime:
         finally:
             self._meanwhile = None
 
+    def check_container(self, container: Experts) -> None:
+        """Says that nothing is ever run with the module around all experts, where somebody expects it to be.
+
+        Raises:
+            RuntimeError: it has a forward of its own. Hooks only warn: many watch every module, and training can go on.
+        """
+        name = f"{self.name}.deepspeed_moe.experts"
+        instead = "put it on the experts inside, .deepspeed_experts[i], or on the MoE layer"
+        if "forward" in vars(container) or type(container).forward is not Experts.forward:
+            raise RuntimeError(f"tile_overlap never calls '{name}', which has a forward of its own: {instead}")
+        if name not in self._said and has_hooks_of_others(container):
+            self._said.add(name)
+            say(f"'{name}' has a hook that does not run, as the module is never called: {instead}", every_rank=True)
+
     def experts(self, modules: nn.Module) -> LocalExperts:
         """The local experts, looked at again where any of them changed."""
         if self._experts is None or not self._experts.are_current(modules):
             self._experts = self.local_experts(modules)
         return self._experts
 
-    def peers(self, group: torch.distributed.ProcessGroup | None, device: torch.device) -> Peers:
+    def peers(self, group: torch.distributed.ProcessGroup | None, device: torch.device, ep_size: int) -> Peers:
         if self._peers is None or self._peers.group is not group:
+            if group is None and ep_size > 1:
+                raise RuntimeError(
+                    f"MoE layer '{self.name}': its experts are spread over ep_size = {ep_size} ranks, which have no "
+                    "process group yet: call deepspeed.initialize, or the layer's set_deepspeed_parallelism(), first"
+                )
             self._peers = peers_of(group, device, self.config.timeout_s, self.name)
         return self._peers
 
@@ -196,9 +221,10 @@ class LayerRuntime:
         """The stages from layout to combine: tokens [T, H] -> [T, H], on the backend that the whole group can run."""
         meanwhile = self._meanwhile or (lambda: None)
         group, again = self.overlap_group(peers, x.device), self.config.recompute_dispatch
+        runs_modules = experts.form is None
         if group is None:
             with stages("layout"):
-                plan = layout(routes, num_experts, peers, meanwhile)
+                plan = layout(routes, num_experts, peers, meanwhile, runs_modules)
             self.routing = Routing(plan.counts, peers, routes.experts.numel())
             self.backend = "reference" if self.config.backend == "reference" else "sequential"
             if self.backend == "reference":
@@ -217,6 +243,7 @@ class LayerRuntime:
                 x.shape[1] * dtype.itemsize,
                 can_overlap=reason is None,
                 choices=self._auto(group, experts, num_experts, routes.experts.shape[1], peers, reason),
+                runs_modules=runs_modules,
             )
         try:
             meanwhile()

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from .schedule import Returns
 
 
+# What a rank tells the others in the last word of its counts, one bit each.
+CANNOT_OVERLAP, RUNS_MODULES = 1, 2
+
+
 class Tally(NamedTuple):
     """What the host has to know of the exchanged counts; "away" leaves out what stays on its rank.
 
@@ -63,7 +67,7 @@ class Plan:
     Attributes:
         peers: the expert-parallel group.
         counts: [W, E + W + 1] int32 on the host; row r holds rank r's routes to each expert, its rows for each rank,
-            and 1 where it cannot overlap this layer, otherwise 0.
+            and :data:`CANNOT_OVERLAP` and :data:`RUNS_MODULES`, where they hold for its experts.
         device_counts: the same on the device.
         sent_tokens: [S] int32, the token in each sent row.
         choice_slots: [T, k] int32, the sent row that carries a choice, -1 for a dropped route.
@@ -179,7 +183,12 @@ class Plan:
     @property
     def first_that_cannot_overlap(self) -> int:
         """The lowest place in the group of a rank that cannot; it says why."""
-        return int(self.counts.numpy()[:, -1].argmax())
+        return int(self.counts.numpy()[:, -1].astype(bool).argmax())
+
+    @property
+    def runs_modules(self) -> bool:
+        """Whether any rank's experts run module by module, whose backward exchanges rows and scalars one by one."""
+        return any(row[-1] & RUNS_MODULES for row in self._table)
 
     @property
     def num_rows(self) -> int:
@@ -221,7 +230,13 @@ _TENSOR_FIELDS = tuple(field.name for field in fields(Plan) if field.name not in
 Plan.NUM_TENSORS = len(_TENSOR_FIELDS)
 
 
-def layout(routes: Routes, num_experts: int, peers: Peers, meanwhile: Callable[[], None] = lambda: None) -> Plan:
+def layout(
+    routes: Routes,
+    num_experts: int,
+    peers: Peers,
+    meanwhile: Callable[[], None] = lambda: None,
+    runs_modules: bool = False,
+) -> Plan:
     """Builds the :class:`Plan` of one forward; the only place where the host waits for the device.
 
     Args:
@@ -229,11 +244,14 @@ def layout(routes: Routes, num_experts: int, peers: Peers, meanwhile: Callable[[
         num_experts: E, over all ranks.
         peers: the expert-parallel group.
         meanwhile: queues more work before the host waits.
+        runs_modules: whether this rank's experts run module by module; the others learn of it with the counts.
 
     Raises:
         PeerError: a rank did not take part in the exchange of counts or routes.
     """
     counted = count_routes(routes.experts, num_experts, peers.size)
+    if runs_modules:
+        counted.counts[-1] = RUNS_MODULES
     device_counts = all_gather_counts(counted.counts, peers)
     host_counts = HostCopy(device_counts, peers)
     # Queued before the host waits: the device has work while the counts travel.

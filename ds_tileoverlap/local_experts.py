@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from .expert_form import common_form, hooks_of
+from .expert_gemm import run_modules
 from .expert_weights import WeightLayout, by_expert, cast, find_layout, split_slots
+from .layout import Plan
 from .weight_maps import WeightMaps
 
 
@@ -49,6 +51,10 @@ class LocalExperts:
         self._places = _places(self._parameters)
         self._looks = list(map(_look, self._parameters))
         self._unbiased = [m._parameters for m in linears if m.bias is None]
+
+    def run(self, rows: torch.Tensor, row_weights: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Weighted outputs of expert rows, [R, H] -> [R, H], differentiated by autograd."""
+        return run_modules(self.modules, rows, row_weights, plan)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all experts, slot by slot of the form, as they were at the last look."""

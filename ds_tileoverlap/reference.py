@@ -9,7 +9,6 @@ import torch
 
 from .dispatch import by_row
 from .exchange import all_to_all_rows
-from .expert_gemm import mlp_by_expert, run_modules
 from .kernels import without_autocast
 from .layout import Plan
 from .local_experts import LocalExperts
@@ -23,10 +22,7 @@ def routed_experts(
     with stages("dispatch"):
         rows, row_weights = dispatch(x, weights, plan)
     with stages("expert_gemm"):
-        if experts.modules is None:
-            rows = mlp_by_expert(rows, row_weights, experts.form, plan, experts.parameters())
-        else:
-            rows = run_modules(experts.modules, rows, row_weights, plan)
+        rows = experts.run(rows, row_weights, plan)
     with stages("combine"):
         return combine(rows, plan)
 

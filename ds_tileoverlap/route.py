@@ -5,6 +5,8 @@ Letters: T tokens of this rank, H hidden size, E experts, k = top_k.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +80,7 @@ def route(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | None = Non
         gate: the layer's gate; its options and weight are read at every call.
         used_token: [T] mask or ``None``; tokens marked 0 are not routed. Honoured for k = 1, as upstream does.
     """
-    if gate.drop_tokens or _is_customised(gate):
+    if asks_gate(gate):
         return _routes_by_gate(x, gate, used_token)
     weight, mask = gate.wg.weight, used_token if gate.k == 1 else None
     if _is_exact_in_bf16(x, gate):
@@ -89,6 +91,11 @@ def route(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | None = Non
     if kernels.use_triton(logits):
         return Routes(*TopKRouting.apply(logits.float(), noise, noisy_from, mask, gate.k))
     return Routes(*top_k_routing(logits, noise, noisy_from, mask, gate.k))
+
+
+def asks_gate(gate: TopKGate) -> bool:
+    """Whether :func:`route` calls the gate, which then times itself."""
+    return gate.drop_tokens or _is_customised(gate)
 
 
 def _is_exact_in_bf16(x: torch.Tensor, gate: TopKGate) -> bool:
@@ -119,14 +126,34 @@ def _selection_noise(x: torch.Tensor, gate: TopKGate) -> tuple[torch.Tensor | No
     return noise, noisy_from
 
 
+def _has_own_forward(gate: TopKGate) -> bool:
+    return type(gate).forward is not TopKGate.forward or "forward" in vars(gate)
+
+
 def _is_customised(gate: TopKGate) -> bool:
     """Whether calling the gate does something that its options alone do not say."""
     return (
-        type(gate).forward is not TopKGate.forward
+        _has_own_forward(gate)
         or is_watched(gate)
         or type(gate.wg) is not torch.nn.Linear
         or bool(gate.wg._forward_hooks or gate.wg._forward_pre_hooks)
     )
+
+
+@contextmanager
+def _without_exchange(gate: TopKGate) -> Iterator[None]:
+    """Within the block the gate does not ask the group for its capacity, which nobody needs where nothing is dropped.
+
+    The other ranks may have nothing on their gates, and then call none: this one would wait for them. A ``forward`` of
+    the gate's own keeps the group, for what it may exchange.
+    """
+    group = gate.ep_group
+    if not _has_own_forward(gate):
+        gate.ep_group = None
+    try:
+        yield
+    finally:
+        gate.ep_group = group
 
 
 def _routes_by_gate(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | None) -> Routes:
@@ -138,8 +165,9 @@ def _routes_by_gate(x: torch.Tensor, gate: TopKGate, used_token: torch.Tensor | 
     num_tokens = x.shape[0]
     num_dummies = 0 if num_tokens else max(gate.min_capacity, 1)
     x = torch.cat([x, x.new_zeros(num_dummies, x.shape[1])])
-    # Upstream's tuple for sparse routes; its index and weight blocks are [k, T].
-    l_aux, _, _, experts, _, weights, exp_counts = gate(x, None if num_dummies else used_token, sparse_routes=True)
+    with _without_exchange(gate):
+        # Upstream's tuple for sparse routes; its index and weight blocks are [k, T].
+        l_aux, _, _, experts, _, weights, exp_counts = gate(x, None if num_dummies else used_token, sparse_routes=True)
     exists = 0 if num_dummies else 1
     return Routes(
         experts.t()[:num_tokens].contiguous(),

@@ -5,6 +5,8 @@
 
 Autograd functions save the Plan's tensors like any activation: under activation checkpointing they are freed and
 recomputed with the rows they index, so a row and its place never come from two different routings.
+Where any rank's experts run module by module, a hook on one of them being enough, all ranks exchange what autograd does
+there: rows and scalars one by one, and no tokens again. Else a rank would wait for what no other sends.
 The router's gradient is d(weight) = <dY W2, act>: expert outputs are neither kept nor sent again.
 """
 
@@ -25,7 +27,6 @@ from .expert_gemm import (
     mlp_by_expert,
     mlp_hidden,
     mlp_output,
-    run_modules,
 )
 from .expert_weights import ExpertWeights, are_stacked, expert_weights, split_slots
 from .kernels import without_autocast
@@ -47,8 +48,8 @@ def routed_experts(
     Args:
         x: [T, H] tokens of this rank.
         weights: [T, k] float32 router weights, whose values came to the experts with the layout.
-        recompute_dispatch: whether backward sends the tokens again instead of keeping expert rows; only for experts of
-            a known form.
+        recompute_dispatch: whether backward sends the tokens again instead of keeping expert rows; only where the
+            experts of all ranks are of a known form.
 
     Returns:
         [T, H], in the dtype that the experts compute in.
@@ -62,7 +63,7 @@ def routed_experts(
     with stages("dispatch"):
         rows, row_weights = _Dispatch.apply(x, weights, anchor, plan, stages)
     with stages("expert_gemm"):
-        rows = run_modules(experts.modules, rows, row_weights, plan)
+        rows = experts.run(rows, row_weights, plan)
     with stages("combine"):
         return _ReturnRows.apply(rows, plan, "combine", stages)
 
@@ -102,7 +103,7 @@ class RoutedMLP(torch.autograd.Function):
             output = return_rows(outputs, plan, "combine")
         # Parameters claim to need gradients even where none are computed; the anchor knows.
         if anchor.requires_grad:
-            rows = None if recompute_dispatch else rows
+            rows = None if recompute_dispatch and not plan.runs_modules else rows
             RoutedMLP.keep(ctx, x, weights, rows, plan, pre_activations, experts, stages, parameters, dtype, backward)
         return output
 
@@ -126,6 +127,7 @@ class RoutedMLP(torch.autograd.Function):
                 "an expert parameter that the backward pass needs was changed or moved after the forward"
             )
         if torch.is_grad_enabled():
+            _check_differentiable(plan)
             return _differentiable_backward(ctx, grad, x, weights, plan, parameters)
         # Unless the graph is retained, what was saved is freed as soon as it has been used, not at the end.
         ctx.maybe_clear_saved_tensors()
@@ -174,9 +176,7 @@ def backward(
             grad, plan.row_weights, pre_activations, stacks, plan, keep_hidden=(form.down, "weight") in wanted
         )
     with stages("dispatch backward"):
-        grad_x, grad_weights = return_rows_and_scalars(
-            grad_rows.to(x.dtype), grad_row_weights, plan, "dispatch backward"
-        )
+        grad_x, grad_weights = _return_gradients(grad_rows.to(x.dtype), grad_row_weights, plan)
     del grad_rows
     weight_grads = partial(expert_gemm.weight_grads, plan=plan)
     with stages("expert_gemm weight gradients"):
@@ -189,6 +189,23 @@ def backward(
     with stages("expert_gemm weight gradients"):
         found |= input_grads(grad_pre_activations, rows, stacks, plan, wanted, weight_grads)
     return grad_x, grad_weights, found
+
+
+def _return_gradients(rows: torch.Tensor, scalars: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :class:`_Dispatch`'s backward returns them where any rank runs that, otherwise in one exchange."""
+    stage = "dispatch backward"
+    if plan.runs_modules:
+        return return_rows(rows, plan, stage), return_scalars(scalars, plan, stage)
+    return return_rows_and_scalars(rows, scalars, plan, stage)
+
+
+def _check_differentiable(plan: Plan) -> None:
+    if plan.runs_modules:
+        raise RuntimeError(
+            f"MoE layer '{plan.peers.layer}': backward with create_graph needs the experts of all ranks of the group "
+            "to be of one kind, but some rank's experts have a hook or another form, and run module by module. "
+            "Put the same hooks on all ranks."
+        )
 
 
 def _differentiable_backward(ctx, grad, x, weights, plan, parameters):

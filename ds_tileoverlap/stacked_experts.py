@@ -10,8 +10,10 @@ from torch import nn
 
 from .activation import SILU, Activation
 from .expert_form import ExpertForm
+from .expert_gemm import mlp_by_expert
 from .expert_weights import WeightLayout
 from .layer import LayerRuntime
+from .layout import Plan
 from .local_experts import state_of
 from .weight_maps import WeightMaps
 
@@ -58,6 +60,10 @@ class StackedExperts:
         """Takes the parameters that the module has now; whether it still computes the same."""
         self._parameters = self._of(experts)
         return _form(experts) == self.form
+
+    def run(self, rows: torch.Tensor, row_weights: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """As of :class:`~ds_tileoverlap.local_experts.LocalExperts`."""
+        return mlp_by_expert(rows, row_weights, self.form, plan, self._parameters)
 
     def parameters(self) -> list[nn.Parameter]:
         return self._parameters

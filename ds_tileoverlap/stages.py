@@ -22,6 +22,7 @@ from deepspeed.moe.sharded_moe import (
 # stage -> (timer, whether the gate owns it, attribute that DeepSpeed's engine reads)
 _TIMED = {
     "moe": (MOE_TIMER, False, "time_moe"),
+    # Not where the gate itself is called, which starts the same timer.
     "route": (TOPK_GATE_TIMER, True, "gate_time"),
     "dispatch": (FIRST_ALLTOALL_TIMER, False, "time_falltoall"),
     "combine": (SECOND_ALLTOALL_TIMER, False, "time_salltoall"),
@@ -42,8 +43,8 @@ class Stages:
     def __init__(self, layer: MOELayer):
         self._layer = layer
 
-    def __call__(self, name: str) -> _Range:
-        is_timed = name in _TIMED and self._layer.wall_clock_breakdown
+    def __call__(self, name: str, times_itself: bool = False) -> _Range:
+        is_timed = name in _TIMED and self._layer.wall_clock_breakdown and not times_itself
         return (_TimedRange if is_timed else _Range)(name, self._layer)
 
 

@@ -15,7 +15,7 @@ from .buffer import check_failure, record_bytes
 from .config import TileOverlapConfig
 from .exchange import WATCHDOG_MARGIN_S, Peers, peer_error
 from .kernels import raw_stream
-from .layout import Plan, Tally
+from .layout import CANNOT_OVERLAP, RUNS_MODULES, Plan, Tally
 from .overlap_group import NS, Group
 from .route import Routes
 from .schedule import ARRIVALS, BAND, SEGMENT_BYTES, Returns, Schedule, tilings
@@ -37,6 +37,7 @@ class Counting:
         row_bytes: of one hidden row.
         can_overlap: whether this rank can run the overlap backend now; the others learn of it with the counts.
         choices: whether the layer overlaps, where a profile decides.
+        runs_modules: whether this rank's experts run module by module, of which the others learn as well.
 
     Attributes:
         exchange: what all stages of this forward and its backward share, as the operator takes it.
@@ -55,6 +56,7 @@ class Counting:
         row_bytes: int,
         can_overlap: bool,
         choices: Choices | None = None,
+        runs_modules: bool = False,
     ):
         op, pool, size, experts = group.op, group.pool, peers.size, routes.experts
         if experts.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -83,7 +85,7 @@ class Counting:
             pool.records.native,
             self._stream,
             experts=experts.data_ptr(),
-            word=int(not can_overlap),
+            word=CANNOT_OVERLAP * (not can_overlap) | RUNS_MODULES * runs_modules,
             block_counts=self._block_counts.data_ptr(),
             bases=self._bases.data_ptr(),
             **pool.mailbox,

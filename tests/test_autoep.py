@@ -10,6 +10,7 @@ import torch
 from deepspeed import comm
 from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, GroupedExperts
 from hf_models import FAMILIES, KEYS, VARIANTS, batch, model_of
+from models import assert_close
 from torch.autograd import grad
 
 from ds_tileoverlap import versions
@@ -200,6 +201,65 @@ def _hooked():
 
 def test_a_hook_on_the_experts_sees_their_inputs(two_ranks):
     two_ranks(_hooked)
+
+
+def _train_hooked(backend, ep_size, hook, zero):
+    """Losses and weights of steps of which the second has ``hook`` on rank 0's experts."""
+    engine, losses = engine_of("qwen3_moe", ep_size, backend, zero), []
+    layers = [m for m in engine.module.modules() if type(m).__name__ == "TileAutoEPMoELayer"]
+    for step in range(3):
+        hooked = layers if hook is not None and step == 1 and comm.get_rank() == 0 else []
+        handles = [layer.experts.register_forward_hook(hook) for layer in hooked]
+        loss = engine(input_ids=batch(step), labels=batch(step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        [handle.remove() for handle in handles]
+    return losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def _same_hooked(backend, ep_size, zero):
+    seen = []
+    losses, weights = _train_hooked(backend, ep_size, None, zero)
+    got_losses, got = _train_hooked(backend, ep_size, lambda _, inputs, output: seen.append((inputs, output)), zero)
+    assert got_losses == pytest.approx(losses, rel=1e-5)
+    assert_close(got, weights, 1e-4)
+    assert len(seen) == (2 if comm.get_rank() == 0 else 0)
+    for (rows, counts), output in seen:
+        assert rows.shape == output.shape and rows.shape[1] == SMALL["hidden_size"] and counts.sum() <= len(rows)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("backend", ["sequential", "reference"])
+def test_a_hook_on_one_rank(two_ranks, backend, ep_size, zero):
+    """It gets expert rows as AutoEP makes them, and no rank waits for AutoEP's exchanges."""
+    two_ranks(_same_hooked, backend, ep_size, zero, limit_s=45.0)
+
+
+def _train_compiled(family, is_compiled):
+    engine, losses = engine_of(family, 2, "sequential"), []
+    if is_compiled:
+        torch.compiler.reset()
+        engine.compile(backend="eager")
+    for step in range(3):
+        loss = engine(input_ids=batch(step), labels=batch(step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def _same_compiled(family):
+    losses, weights = _train_compiled(family, False)
+    got_losses, got = _train_compiled(family, True)
+    assert got_losses == pytest.approx(losses, rel=1e-5)
+    assert_close(got, weights, 1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_compiled_trains_as_without(two_ranks, family):
+    two_ranks(_same_compiled, family)
 
 
 def _from_a_file(folder):

@@ -77,6 +77,20 @@ def test_layout(op, size, k, num_experts, combine):
                 assert_equals_twins(tiles, plan.routes, plan.sends, rank)
 
 
+def _told(rank, group, peers):
+    routes, config = random_routes(rank, 33, 2, 8), TileOverlapConfig(enabled=True)
+    counting = symmetric_layout.Counting(
+        routes, 8, peers, group, config, 128, can_overlap=rank < 2, runs_modules=rank == 3
+    )
+    return counting.finish()
+
+
+def test_what_experts_cannot_is_told_with_the_counts(op):
+    for plan in ThreadPools(4, op).run(_told):
+        assert plan.counts[:, -1].tolist() == [0, 0, layout.CANNOT_OVERLAP, layout.CANNOT_OVERLAP | layout.RUNS_MODULES]
+        assert plan.runs_modules and not plan.overlaps and plan.first_that_cannot_overlap == 2
+
+
 def placed(experts, weights, num_experts, size):
     counted = layout.count_routes(experts, num_experts, size)
     return counted.counts, layout.place_tokens(experts, weights, counted, size)

@@ -273,9 +273,9 @@ def test_gradients_arrive_in_the_same_order(two_ranks, ep_size, backend):
     assert first == second
 
 
-def _breakdown_worker(backend):
-    net = net_of(2, 2)
-    engine = engine_of(net, backend, wall_clock_breakdown=True, steps_per_print=1)
+def _breakdown_worker(backend, options, config):
+    net = net_of(2, 2, **options)
+    engine = engine_of(net, backend, steps_per_print=1, **config)
     with patch.object(deepspeed.runtime.engine, "log_dist") as log:
         train(engine, range(2))
     for layer in (layer.deepspeed_moe for layer in net.layers):
@@ -285,9 +285,16 @@ def _breakdown_worker(backend):
     return [call.args[0] for call in log.call_args_list if "1st_a2a" in call.args[0]]
 
 
+# The profiler looks at rank 0 alone, in a step that is not one of these.
+PROFILED = {"flops_profiler": {"enabled": True, "profile_step": 9}}
+
+
+@pytest.mark.parametrize("config", [{"wall_clock_breakdown": True}, PROFILED], ids=["breakdown", "profiler"])
+@pytest.mark.parametrize("drop_tokens", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_wall_clock_breakdown(two_ranks, backend):
-    lines, _ = two_ranks(_breakdown_worker, backend)
+def test_wall_clock_breakdown(two_ranks, backend, drop_tokens, config):
+    """Also where the gate itself is called, which times itself."""
+    lines, _ = two_ranks(_breakdown_worker, backend, {"drop_tokens": drop_tokens}, config)
     assert len(lines) == 2 and not any("fwd_moe: 0.00" in line or "top_k: 0.00" in line for line in lines)
 
 

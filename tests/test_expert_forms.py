@@ -3,7 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.moe.experts import Experts
+from deepspeed.profiling.flops_profiler import FlopsProfiler
 from models import (
+    TOP_K,
+    E,
     Gated,
     H,
     I,
@@ -175,6 +179,56 @@ def test_c32_grouped_again_without_hooks():
     assert not is_grouped(mine)
     handle.remove()
     assert is_grouped(mine)
+
+
+def test_a_hook_around_all_experts_is_said_not_to_run(capsys):
+    mine, layer = both(mlp)
+    seen = []
+    mine.deepspeed_moe.experts.register_forward_hook(lambda *_: seen.append(1))
+    x, grad = tokens(1, T), tokens(2, T)
+    for _ in range(2):
+        assert_close(backward_of(mine, x, grad), backward_of(layer, x, grad))
+    said = [line for line in capsys.readouterr().out.splitlines() if "hook that does not run" in line]
+    assert not seen and len(said) == 1 and "deepspeed_moe.experts'" in said[0] and "deepspeed_experts[i]" in said[0]
+
+
+def _own_forward(experts):
+    experts.forward = lambda x: x
+
+
+class _OwnExperts(Experts):
+    def forward(self, x):
+        return x
+
+
+def _own_class(experts):
+    experts.__class__ = _OwnExperts
+
+
+@pytest.mark.parametrize("change", [_own_forward, _own_class])
+def test_a_forward_around_all_experts_is_refused(change):
+    mine, _ = both(mlp)
+    x = tokens(1, T)
+    mine(x)
+    change(mine.deepspeed_moe.experts)
+    with pytest.raises(
+        RuntimeError, match=r"deepspeed_moe\.experts', which has a forward of its own: put it on the exp"
+    ):
+        mine(x)
+
+
+def test_the_flops_profiler_may_watch_every_module(capsys):
+    mine, layer = both(Gated)
+    x, grad = tokens(1, T), tokens(2, T)
+    profiler = FlopsProfiler(mine)
+    profiler.start_profile()
+    got = backward_of(mine, x, grad)
+    profiler.stop_profile()
+    # The router, and three projections of two choices a token.
+    assert profiler.get_total_macs() == T * H * E + 3 * TOP_K * T * H * I
+    profiler.end_profile()
+    assert_close(got, backward_of(layer, x, grad))
+    assert "hook" not in capsys.readouterr().out
 
 
 def _other_activation(experts):

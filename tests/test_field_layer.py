@@ -1,5 +1,6 @@
 """Faults that expert-parallel training meets in the field, on several ranks; a test's name starts with its case."""
 
+import multiprocessing
 import os
 import random
 import re
@@ -13,6 +14,7 @@ from deepspeed import comm
 from deepspeed.utils import groups
 from models import E, Gated, T, assert_close, backward_of, dense, fill, mlp, ours, stock, tokens
 from ranks import RankError, Ranks
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.checkpoint import checkpoint
 
@@ -344,6 +346,35 @@ def test_c16_missing_rank_is_named(doomed_ranks, fault):
         doomed_ranks(_absent_worker, fault, 5)
     assert re.search(r"rank 0: .*PeerError: .*ranks \[1\] did not take part", str(failure.value), re.DOTALL)
     assert re.search(ABSENCES[fault], str(failure.value), re.DOTALL)
+
+
+def _store_of_rank_0(pipe):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+@pytest.mark.parametrize("dies,missing", [(True, "[0]"), (False, "[0, 2]")])
+def test_c16_a_rank_never_blames_itself(monkeypatch, dies, missing):
+    """The store lives in rank 0 and goes with it; while it is there, whoever did not report in time is missing."""
+    pipe, theirs = multiprocessing.Pipe()
+    rank_0 = multiprocessing.get_context("spawn").Process(target=_store_of_rank_0, args=(theirs,), daemon=True)
+    rank_0.start()
+    store = TCPStore("127.0.0.1", pipe.recv(), is_master=False)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(exchange, "ROLL_CALL_S", 1.0)
+    report = PrefixStore.set
+
+    def report_and_lose(self, key, value):
+        report(self, key, value)
+        if dies:
+            rank_0.kill()
+            rank_0.join()
+
+    monkeypatch.setattr(PrefixStore, "set", report_and_lose)
+    error = exchange.peer_error(exchange.Peers(None, 1, (0, 1, 2), 5.0, "test"), "dispatch", "it broke")
+    assert f"failed on rank 1: of the expert-parallel ranks [0, 1, 2], ranks {missing} did not take part" in str(error)
+    rank_0.kill()
 
 
 def test_c16_slow_rank_is_waited_for(doomed_ranks):

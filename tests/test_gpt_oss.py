@@ -91,6 +91,22 @@ def test_trains_as_transformers(two_ranks, ep_size, zero):
     two_ranks(_trains, ep_size, zero)
 
 
+def _compiled():
+    states = []
+    for is_compiled in (False, True):
+        engine = engine_of(model_of(), 2)
+        if is_compiled:
+            torch.compiler.reset()
+            engine.compile(backend="eager")
+        _train(engine, range(3))
+        states.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+    assert_same(states[1], states[0])
+
+
+def test_compiled_trains_as_without(two_ranks):
+    two_ranks(_compiled)
+
+
 def _goes_back(folder, ep_size):
     plain, engine = model_of(), engine_of(model_of(), ep_size)
     state = hf_state_dict(engine.module)

@@ -125,6 +125,16 @@ def test_wrong_arguments_in_one_error():
     assert "k: got 5, expected an integer from 1 to num_experts = 4" in message
 
 
+@pytest.mark.parametrize("make", [MoE, StockMoE])
+def test_a_layer_over_ranks_needs_their_group(make):
+    layer = make(H, mlp(), E, ep_size=2, k=2)
+    configure(layer, {"tile_overlap": {"enabled": True}})
+    with pytest.raises(
+        RuntimeError, match=r"ep_size = 2 ranks, .* call deepspeed.initialize, or .*parallelism\(\), first"
+    ):
+        layer(tokens(0, 5))
+
+
 CHANGES = {
     "construction": lambda layer: layer,
     "to": lambda layer: layer.to(torch.bfloat16),
