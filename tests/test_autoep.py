@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed import comm
 from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS, GroupedExperts
-from hf_models import FAMILIES, KEYS, VARIANTS, batch, model_of
+from hf_models import FAMILIES, KEYS, SMALL, VARIANTS, batch, model_of
 from models import assert_close
 from torch.autograd import grad
 
