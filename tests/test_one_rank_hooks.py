@@ -64,6 +64,23 @@ def test_of_an_expert(two_ranks, options, backend, target):
     two_ranks(_same_with_a_hook, backend, target, options, limit_s=LIMIT_S)
 
 
+def _profiled(backend, options):
+    """The flops profiler is on in the second step, on rank 0."""
+    found = []
+    for config in ({}, {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "/dev/null"}}):
+        net = net_of(2, 2, **options)
+        before = weights_of(net)
+        losses = train(engine_of(net, backend, **config), range(STEPS))
+        found.append({"losses": torch.tensor(losses), **changes(net, before)})
+    assert_close(found[1], found[0], 2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_tokens": True, "min_capacity": 4}], ids=["dropless", "drop"])
+@pytest.mark.parametrize("backend", ["sequential", "reference"])
+def test_of_the_flops_profiler(two_ranks, backend, options):
+    two_ranks(_profiled, backend, options, limit_s=LIMIT_S)
+
+
 def _differentiated_twice():
     net = net_of(2)
     engine_of(net, "sequential")
